@@ -1,0 +1,67 @@
+# Every target makes .venv and installs what it needs first. `make` alone lists them.
+
+PYTHON ?= python3
+# One pinned torch for .venv; TORCH_INDEX=<url> takes it from another index, CUDA=1 allows CUDA.
+TORCH := torch==2.13.0
+export TORCH_INDEX
+export CUDA
+
+VENV := .venv
+BIN := $(VENV)/bin
+# pytest's arguments, e.g. make test ARGS="-k chunk"; JupyterLab's for make lab.
+ARGS ?=
+# JupyterLab refuses to run as root unless told.
+ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+
+.DEFAULT_GOAL := help
+.PHONY: help lab test test-gpu check format notebooks clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+lab: $(VENV)/lab.stamp ## open JupyterLab on notebooks/00_start_here.ipynb
+	$(BIN)/jupyter lab $(ROOT) $(ARGS) notebooks/00_start_here.ipynb
+
+test: $(VENV)/test.stamp ## run the tests (those that need a GPU are skipped where there is none)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(VENV)/test.stamp ## run only the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+check: $(VENV)/dev.stamp ## lint, check formatting, types and docstrings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pydoclint --quiet oomb widgets assets
+
+format: $(VENV)/dev.stamp ## format the code and mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+notebooks: $(VENV)/lab.stamp $(VENV)/test.stamp ## execute the notebooks again and strip their outputs
+	$(BIN)/python -m oomb_widgets.execute_notebooks notebooks
+
+clean: ## remove .venv and everything else that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamps: a step runs again only when it did not finish or when pyproject.toml changed.
+$(VENV)/venv.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	  echo "OOMB needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) --version 2>&1):" \
+	       "run make again with PYTHON=<path of such a Python>."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: install its venv module (on Debian and" \
+	       "Ubuntu: apt-get install python3-venv) and run make again."; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/torch.stamp: Makefile $(VENV)/venv.stamp
+	@echo "Installing $(TORCH)"
+	@$(BIN)/python .ci/install_torch.py $(TORCH)
+	@touch $@
+
+$(VENV)/%.stamp: pyproject.toml | $(VENV)/torch.stamp
+	@echo "Installing oomb with what 'make $*' needs"
+	@$(BIN)/python -m pip install -q -e '.[$*]'
+	@touch $@
