@@ -31,7 +31,7 @@ test-gpu: $(VENV)/test.stamp ## run only the tests that need a GPU
 check: $(VENV)/dev.stamp ## lint, check formatting, types and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/pyrefly check
 	$(BIN)/pydoclint --quiet oomb widgets assets
 
 format: $(VENV)/dev.stamp ## format the code and mend what the linter can
@@ -42,7 +42,7 @@ notebooks: $(VENV)/lab.stamp $(VENV)/test.stamp ## execute the notebooks again a
 	$(BIN)/python -m oomb_widgets.execute_notebooks notebooks
 
 clean: ## remove .venv and everything else that was built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps: a step runs again only when it did not finish or when pyproject.toml changed.

@@ -21,7 +21,8 @@ from pathlib import Path
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.version import Version
 
-OLDEST_PIP = Version("23.2")  # the first that reads a wheel's metadata without downloading the wheel
+# The first pip that reads a wheel's metadata without downloading the wheel.
+OLDEST_PIP = Version("23.2")
 CUDA_PREFIXES = ("nvidia-", "cuda-", "triton")
 
 
