@@ -1,6 +1,6 @@
-"""Install one pinned torch into the running environment, never CUDA packages without an NVIDIA GPU.
+"""Install one pinned torch where this runs, never CUDA packages without an NVIDIA GPU.
 
-Usage: python install_torch.py torch==VERSION  (`make` runs it with the virtual environment's python)
+Usage: python install_torch.py torch==VERSION  (`make` runs it with the python of .venv)
 
 Environment:
     TORCH_INDEX: a package index to take torch from, e.g. PyTorch's own index of CPU wheels.
