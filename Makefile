@@ -20,7 +20,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 lab: $(VENV)/lab.stamp ## open JupyterLab on notebooks/00_start_here.ipynb
-	$(BIN)/jupyter lab $(ROOT) $(ARGS) notebooks/00_start_here.ipynb
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ROOT) $(ARGS)
 
 test: $(VENV)/test.stamp ## run the tests (those that need a GPU are skipped where there is none)
 	$(BIN)/python -m pytest $(ARGS)
@@ -62,6 +62,9 @@ $(VENV)/torch.stamp: Makefile $(VENV)/venv.stamp
 	@touch $@
 
 $(VENV)/%.stamp: pyproject.toml | $(VENV)/torch.stamp
-	@echo "Installing oomb with what 'make $*' needs"
+	@echo "Installing oomb with its extra '$*'"
 	@$(BIN)/python -m pip install -q -e '.[$*]'
+	@# JupyterLab would otherwise greet a learner with a question about news.
+	@test $* != lab || $(BIN)/jupyter labextension disable \
+	  @jupyterlab/apputils-extension:announcements >/dev/null 2>&1
 	@touch $@
