@@ -47,8 +47,9 @@ clean: ## remove .venv and everything else that was built
 
 # The stamps: a step runs again only when it did not finish or when pyproject.toml changed.
 $(VENV)/venv.stamp:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
-	  echo "OOMB needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) --version 2>&1):" \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
+	  echo "OOMB needs Python 3.11 to 3.13, but $(PYTHON) is" \
+	       "$$($(PYTHON) --version 2>/dev/null || echo not there):" \
 	       "run make again with PYTHON=<path of such a Python>."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make virtual environments: install its venv module (on Debian and" \
