@@ -1,0 +1,136 @@
+"""Exact attention as a sum of parts.
+
+Softmax attention over any split of the keys is the weighted mean of the parts' outputs, weighted
+by exp(log-sum-exp); its backward is a sum over the parts once the final output and log-sum-exp are
+known. So history may come in any number of segments, from anywhere, in any order.
+
+Shapes: B rows, H query heads, G key/value heads, N queries, S keys, D head dim. The state is
+out [B, N, H, D], normalised, and lse [B, H, N], natural log, both fp32 (fp64 for fp64 models).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+log = logging.getLogger("oomb")
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees.
+
+    Attributes:
+        offset: position of the first query minus position of the first key.
+        causal: a query sees no key behind its own position.
+        window: a query sees only keys less than this many positions back; None sees all.
+    """
+
+    offset: int = 0
+    causal: bool = False
+    window: int | None = None
+
+    def hides_any(self, queries: int, keys: int) -> bool:
+        """Whether some query misses some key: if not, the mask need not be applied."""
+        return self.hides_future(keys) or self.hides_past(queries)
+
+    def hides_future(self, keys: int) -> bool:
+        """Whether the first query misses a key ahead of it."""
+        return self.causal and self.offset < keys - 1
+
+    def hides_past(self, queries: int) -> bool:
+        """Whether the last query misses the first key."""
+        return self.window is not None and self.offset + queries - 1 >= self.window
+
+    def hides_all(self, keys: int) -> bool:
+        """Whether even the first query has left the last key behind."""
+        return self.window is not None and self.offset - (keys - 1) >= self.window
+
+
+class Backend(Protocol):
+    """One implementation of attention over one part of the keys."""
+
+    name: str
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [B, H, N, D], k and v [B, G, S, D] -> out [B, H, N, D], lse [B, H, N]."""
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+        mask: Mask,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, k and v from this part, given out and lse over *all* parts."""
+
+
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
+) -> None:
+    """Add a part to the state in place.
+
+    Args:
+        out: state [B, H, N, D] (a view is fine).
+        lse: state [B, H, N]; -inf where nothing was added yet.
+        part_out: the part's output [B, H, N, D], any float dtype.
+        part_lse: the part's log-sum-exp [B, H, N]; -inf where it holds no visible key.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    # A query that has seen nothing yet has total = -inf; exp(-inf - 0) is the 0 it should weigh.
+    safe = total.masked_fill(total == float("-inf"), 0.0)
+    out.mul_(torch.exp(lse - safe)[..., None])
+    out.addcmul_(part_out.to(out.dtype), torch.exp(part_lse - safe)[..., None].to(out.dtype))
+    lse.copy_(total)
+
+
+def choose_backend(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: set[int],
+    deterministic: bool = False,
+    windows: bool = False,
+) -> Backend:
+    """The attention backend for a model or a layer, or a refusal that says why.
+
+    Args:
+        name: `auto`, `library` or `reference`.
+        device: where the model lives.
+        dtype: dtype of its K and V.
+        head_dims: head dims of its layers.
+        deterministic: whether every run must give the same bits.
+        windows: whether a sliding window shorter than the sequence must be masked.
+
+    Raises:
+        ValueError: the named backend cannot run this model here.
+    """
+    from oomb.attention.impl import library, reference
+
+    if name == "reference":
+        return reference.ReferenceBackend()
+    obstacle = library.obstacle(device, dtype, head_dims, deterministic=deterministic)
+    if windows:
+        obstacle = obstacle or "a layer's sliding window is shorter than the sequence"
+    if obstacle is None:
+        chosen: Backend = library.make_backend(device)
+    elif name == "library":
+        raise ValueError(
+            f"attention_backend='library' cannot run here: {obstacle}; use 'reference' or 'auto'"
+        )
+    else:
+        chosen = reference.ReferenceBackend()
+    if name == "auto":
+        reason = f" ({obstacle})" if obstacle else ""
+        log.info("attention_backend='auto' chose '%s'%s", chosen.name, reason)
+    return chosen

@@ -1,0 +1,93 @@
+"""The history: all that attention ever sees of the pages of earlier chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from oomb.cache.pool import LayerShape, PagePool
+from oomb.cache.table import PageTable
+from oomb.profiling.live_bytes import category
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one row and layer.
+
+    Attributes:
+        first: logical token number of the first token.
+        k, v: views [1, kv heads, tokens, dim].
+        grad_k, grad_v: views of the page gradients, same shape; None before the sweep.
+    """
+
+    first: int
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_k: torch.Tensor | None
+    grad_v: torch.Tensor | None
+
+
+class History:
+    """K/V pages and their gradients for one step, all resident on one device."""
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        *,
+        pages_per_row: list[int],
+        page_size: int,
+        segment_pages: int,
+        page_grad_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.table = PageTable(
+            pages_per_row=pages_per_row, page_size=page_size, segment_pages=segment_pages
+        )
+        self._layers = layers
+        self._device = device
+        self._grad_dtype = page_grad_dtype
+        with category("kv_pages"):
+            self._kv = self._pool()
+        self._grads: PagePool | None = None
+
+    def _pool(self, **kwargs) -> PagePool:
+        return PagePool(
+            self._layers,
+            slots=self.table.num_slots,
+            tokens_per_slot=self.table.segment_pages * self.table.page_size,
+            device=self._device,
+            **kwargs,
+        )
+
+    def open_gradients(self) -> None:
+        """Make zeroed page gradients for everything held; called once, when the fill is over."""
+        with category("page_gradients"):
+            self._grads = self._pool(dtype=self._grad_dtype, zero=True)
+
+    def write(self, layer: int, row: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k and v, each [kv heads, tokens, dim], as tokens `first` and on; slots are held."""
+        done = 0
+        for segment in self.segments(layer, row, first, first + k.shape[1]):
+            size = segment.k.shape[2]
+            segment.k[0].copy_(k[:, done : done + size])
+            segment.v[0].copy_(v[:, done : done + size])
+            done += size
+
+    def segments(self, layer: int, row: int, first: int, last: int) -> Iterator[Segment]:
+        """Tokens [first, last) of a row, a segment at a time, in order."""
+        size = self.table.segment_pages * self.table.page_size
+        for index, start, stop in self.table.segments(first, last):
+            slot = self.table.slot(row, index)
+            k, v = self._kv.tokens(layer, slot, start, stop)
+            grad_k = grad_v = None
+            if self._grads is not None:
+                grad_k, grad_v = self._grads.tokens(layer, slot, start, stop)
+            yield Segment(index * size + start, k, v, grad_k, grad_v)
+
+    def bytes_alive(self) -> dict[str, int]:
+        """Bytes of the pages held now, by content."""
+        tokens = self.table.pages_held * self.table.page_size
+        grads = self._grads.bytes_per_token if self._grads is not None else 0
+        return {"kv_pages": tokens * self._kv.bytes_per_token, "page_gradients": tokens * grads}

@@ -1,0 +1,58 @@
+"""Memory for pages: one preallocated tensor per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+K, V = 0, 1
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer stores per token: `heads` K and V vectors of `dim` numbers."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+
+class PagePool:
+    """Slots of `tokens_per_slot` tokens, laid out per layer as [slot][K|V][token][kv head][dim].
+
+    A slot read as [1, kv heads, tokens, dim] is a plain strided view, which is what attention
+    kernels take; V lies a constant offset behind K, so that a slot moves in one copy.
+    """
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        *,
+        slots: int,
+        tokens_per_slot: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        zero: bool = False,
+    ) -> None:
+        make = torch.zeros if zero else torch.empty
+        self._buffers = [
+            make(
+                (slots, 2, tokens_per_slot, layer.heads, layer.dim),
+                dtype=torch.promote_types(dtype or layer.dtype, layer.dtype),
+                device=device,
+            )
+            for layer in layers
+        ]
+
+    def tokens(
+        self, layer: int, slot: int, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of tokens [start, stop) of a slot: K and V, each [1, kv heads, tokens, dim]."""
+        both = self._buffers[layer][slot, :, start:stop].transpose(1, 2)
+        return both[K : K + 1], both[V : V + 1]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes over all layers."""
+        return sum(2 * b.shape[3] * b.shape[4] * b.element_size() for b in self._buffers)

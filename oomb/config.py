@@ -1,0 +1,110 @@
+"""Engine settings: one frozen dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+AttentionBackendName = Literal["auto", "library", "reference"]
+ActivationPolicy = Literal["keep", "selective", "layer"]
+
+ATTENTION_BACKENDS = ("auto", "library", "reference")
+ACTIVATION_POLICIES = ("keep", "selective", "layer")
+GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine cuts, stores and computes a sequence.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value that cannot work; the message says what would.
+    """
+
+    chunk_size: int = 4096
+    """Tokens computed at once (C). Activations are alive for one chunk only."""
+
+    page_size: int = 128
+    """Tokens of one layer's K and V stored together (P). Must divide `chunk_size`."""
+
+    segment_pages: int | None = None
+    """Consecutive pages stored and attended together; None picks about 8192 tokens."""
+
+    attention_backend: AttentionBackendName = "auto"
+    """`library` calls the vendor's kernels, `reference` is plain PyTorch, `auto` picks and says so."""
+
+    activation_policy: ActivationPolicy = "selective"
+    """What a chunk keeps between forward and backward: `keep` everything, `selective` each layer's
+    input and attention output, `layer` each layer's input only. The rest is computed again."""
+
+    grad_dtype: torch.dtype = torch.float32
+    """Dtype of parameters' `.grad`, or the parameter's own dtype where that is wider."""
+
+    page_grad_dtype: torch.dtype = torch.float32
+    """Dtype in which page gradients accumulate, or the model's own dtype where that is wider."""
+
+    deterministic: bool = False
+    """Use only kernels that give the same bits on every run, or refuse."""
+
+    check_replay: bool = False
+    """Compare every K and V that the sweep computes again with its page, bit for bit."""
+
+    restore_grads: bool = False
+    """Accumulate beside existing gradients and add at the end, so that a step that raises leaves
+    them as they were. Costs a second gradient buffer for parameters that hold one."""
+
+    recorder: Any | None = None
+    """An object with `on_event(event)`; it receives every `oomb.profiling.Event` of the engine."""
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_size", "page_size"):
+            object.__setattr__(self, name, _positive_int(name, getattr(self, name)))
+        if self.segment_pages is not None:
+            object.__setattr__(
+                self, "segment_pages", _positive_int("segment_pages", self.segment_pages)
+            )
+        if self.chunk_size % self.page_size:
+            raise ValueError(
+                f"chunk_size must be a multiple of page_size, got chunk_size={self.chunk_size} and "
+                f"page_size={self.page_size}; {_nearest_multiples(self.chunk_size, self.page_size)}"
+            )
+        _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _one_of("activation_policy", self.activation_policy, ACTIVATION_POLICIES)
+        _one_of("grad_dtype", self.grad_dtype, GRADIENT_DTYPES)
+        _one_of("page_grad_dtype", self.page_grad_dtype, GRADIENT_DTYPES)
+        for name in ("deterministic", "check_replay", "restore_grads"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.recorder is not None and not callable(getattr(self.recorder, "on_event", None)):
+            raise TypeError(
+                f"recorder must have a method on_event(event), got {type(self.recorder).__name__}"
+            )
+
+
+def _positive_int(name: str, value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a positive integer, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a positive integer, got {value!r} ({type(value).__name__})"
+        ) from None
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def _one_of(name: str, value: Any, allowed: tuple) -> None:
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def _nearest_multiples(size: int, step: int) -> str:
+    below = size // step * step
+    return f"use {below} or {below + step}" if below else f"use {step}"

@@ -1,0 +1,285 @@
+"""The engine: what a person calls to train a model by chunk recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from oomb.attention import Backend, choose_backend
+from oomb.batch import Batch, check_batch
+from oomb.chunking import ChunkPlan, plan_chunks
+from oomb.config import EngineConfig
+from oomb.gradients import GradientLedger, restore_grad_dtypes
+from oomb.hf import find_causal_lm
+from oomb.installed import InstalledModel
+from oomb.passes import Passes
+from oomb.probes import compare_with_whole_run, probe_model
+from oomb.randomness import RandomState
+from oomb.results import ChunkState, StepResult
+from oomb.stopwatch import Stopwatch
+
+PROBE_SIZES = {"chunk_size": 24, "page_size": 8, "segment_pages": 2}
+"""Chunk recurrence at its smallest, for the comparison with the whole run when attaching."""
+
+
+class Engine:
+    """Trains a transformers causal language model by chunk recurrence, with exact gradients.
+
+    The model is changed only while a chunk is computed; between steps, and between the chunks of
+    `iter_step`, it behaves as if there were no engine.
+
+    Args:
+        model: a transformers causal language model (or PEFT's wrapper of one) on one device.
+        config: settings; see `EngineConfig`.
+
+    Raises:
+        TypeError: the model is no transformers model.
+        ValueError: the model has a feature that chunk recurrence here does not compute exactly, or
+            the chosen attention backend cannot run it; the message names it.
+    """
+
+    def __init__(self, model: Any, config: EngineConfig | None = None) -> None:
+        if config is not None and not isinstance(config, EngineConfig):
+            raise TypeError(f"config must be an oomb.EngineConfig, got {type(config).__name__}")
+        self.config = config or EngineConfig()
+        self._trained = model
+        self._model = find_causal_lm(model)
+        self._facts = probe_model(self._model)
+        self._installed = InstalledModel(
+            self._model, self._facts, self.config.activation_policy
+        )
+        self._grad_dtypes = [(p, p.grad_dtype) for p in model.parameters() if p.requires_grad]
+        self._backend = self._choose_backend(windows=False)
+        self._busy = self._closed = False
+        compare_with_whole_run(self._model, self._facts, self._run_probe)
+
+    def __repr__(self) -> str:
+        return (
+            f"Engine({type(self._model.whole).__name__} on {self._model.device}, "
+            f"attention_backend='{self.attention_backend}', {self.config})"
+        )
+
+    @property
+    def attention_backend(self) -> str:
+        """Name of the attention backend at work; tells what `auto` chose."""
+        return self._backend.name
+
+    def close(self) -> None:
+        """Give the model back as it was. Gradients stay the user's. Closing twice is allowed.
+
+        Raises:
+            RuntimeError: an `iter_step` is under way; close or finish its generator first.
+        """
+        self._refuse_if_busy()
+        if not self._closed:
+            restore_grad_dtypes(self._grad_dtypes)
+            self._closed = True
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    def step(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        num_items_in_batch: float | torch.Tensor | None = None,
+    ) -> StepResult:
+        """Forward and backward over a whole batch; gradients are added to `.grad`.
+
+        Equals `model(input_ids, labels=L, ...).loss.backward()`, where L is `labels`, or
+        `input_ids` with padding set to -100, and the first token of each document set to -100.
+
+        Args:
+            input_ids: int [B, N], on the CPU or the model's device.
+            labels: int [B, N], not shifted, -100 ignored.
+            attention_mask: [B, N], 1 on tokens, 0 on padding to their right.
+            position_ids: int [B, N] or [1, N]; a jump other than +1 starts a new document.
+            document_ids: int [B, N]; no document sees another, positions restart in each.
+            num_items_in_batch: divide the summed loss by this instead of by the counted labels.
+
+        Raises:
+            TypeError: an argument or an existing gradient has the wrong type or dtype.
+            ValueError: an argument has a wrong shape, device or value.
+            RuntimeError: the engine is closed or busy, gradients of an abandoned step were not
+                zeroed, or `check_replay` found a difference.
+        """
+        steps = self.iter_step(
+            input_ids, labels, attention_mask, position_ids, document_ids, num_items_in_batch
+        )
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
+    def iter_step(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        num_items_in_batch: float | torch.Tensor | None = None,
+    ) -> Generator[ChunkState, None, StepResult]:
+        """`step`, halting after each chunk of fill and sweep.
+
+        The arguments and errors are those of `step`; they are checked before this returns.
+        Closing the generator early, or an exception, leaves no page, hook or random state behind:
+        gradients that were None are None again, others are marked incomplete.
+        """
+        batch, plan = self._prepare(
+            input_ids, labels, attention_mask, position_ids, document_ids, num_items_in_batch
+        )
+        ledger = GradientLedger(
+            self._trained, self.config.grad_dtype, restore=self.config.restore_grads
+        )
+        ledger.check()
+        return self._step(batch, plan, ledger)
+
+    def evaluate(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        num_items_in_batch: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The loss that `step` would give, without gradients: 0-d tensor on the model's device.
+
+        Arguments and errors are those of `step`.
+        """
+        batch, plan = self._prepare(
+            input_ids, labels, attention_mask, position_ids, document_ids, num_items_in_batch
+        )
+        with self._work(None):
+            passes = self._passes(self.config, batch, plan)
+            for chunk in plan.chunks:
+                passes.evaluate(chunk)
+            return passes.loss()
+
+    def _step(
+        self, batch: Batch, plan: ChunkPlan, ledger: GradientLedger
+    ) -> Generator[ChunkState, None, StepResult]:
+        with self._work(ledger):
+            watch = Stopwatch(self._model.device)
+            passes = self._passes(self.config, batch, plan)
+            watch.mark("fill")
+            with passes.phase("fill"):
+                for chunk in plan.chunks[:-1]:
+                    passes.fill(chunk)
+                    yield passes.state("fill", chunk)
+            passes.turn()
+            watch.mark("sweep")
+            with passes.phase("sweep"):
+                for chunk in reversed(plan.chunks):
+                    passes.sweep(chunk)
+                    yield passes.state("sweep", chunk)
+            passes.finish()
+            watch.mark("end")
+        return StepResult(
+            passes.loss(), batch.num_label_tokens, watch.peak_memory(), watch.timings
+        )
+
+    @contextmanager
+    def _work(self, ledger: GradientLedger | None) -> Iterator[None]:
+        """A step from begin to end: settled if it ends, undone if it is abandoned or raises."""
+        self._refuse_if_busy()  # another step may have begun since the arguments were checked
+        before = RandomState.capture(self._model.device)
+        self._busy = True
+        try:
+            if ledger is not None:
+                ledger.open()
+            yield
+        except BaseException:
+            before.restore()
+            if ledger is not None:
+                ledger.roll_back()
+            raise
+        finally:
+            self._busy = False
+        if ledger is not None:
+            ledger.commit()
+
+    def _prepare(self, *arguments: Any) -> tuple[Batch, ChunkPlan]:
+        """Check the engine's state and a step's arguments, and plan its chunks."""
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new oomb.Engine(model, ...)")
+        self._refuse_if_busy()
+        if torch.is_autocast_enabled(self._model.device.type):
+            raise RuntimeError(
+                "the engine computes in the model's own dtype, but autocast is on; leave the "
+                "autocast block, and load the model in the dtype you want"
+            )
+        if self._model.whole.training:
+            dropping = [layer.name for layer in self._facts.layers if layer.dropout > 0]
+            if dropping:
+                raise ValueError(
+                    f"attention dropout must be 0 in training, got "
+                    f"{self._facts.layers[0].dropout} in {dropping[0]}; set "
+                    "config.attention_dropout=0 when loading the model, or call model.eval()"
+                )
+        batch = check_batch(
+            *arguments,
+            vocab_size=self._model.vocab_size,
+            device=self._model.device,
+            max_positions=self._facts.max_positions,
+        )
+        return batch, self._plan(self.config, batch)
+
+    def _refuse_if_busy(self) -> None:
+        if self._busy:
+            raise RuntimeError(
+                "an iter_step of this engine is under way; finish or close its generator first"
+            )
+
+    @staticmethod
+    def _plan(config: EngineConfig, batch: Batch) -> ChunkPlan:
+        return plan_chunks(
+            batch.lengths,
+            batch.documents,
+            chunk_size=config.chunk_size,
+            page_size=config.page_size,
+        )
+
+    def _passes(self, config: EngineConfig, batch: Batch, plan: ChunkPlan) -> Passes:
+        longest = max(batch.lengths)
+        windows = [
+            w if w is not None and w < longest else None
+            for w in (layer.window for layer in self._facts.layers)
+        ]
+        windowed = self._choose_backend(windows=True) if any(windows) else self._backend
+        backends = [windowed if window else self._backend for window in windows]
+        return Passes(self._installed, config, batch, plan, backends, windows)
+
+    def _choose_backend(self, *, windows: bool) -> Backend:
+        shapes = [layer.shape for layer in self._facts.layers]
+        return choose_backend(
+            self.config.attention_backend,
+            device=self._model.device,
+            dtype=shapes[0].dtype,
+            head_dims={shape.dim for shape in shapes},
+            deterministic=self.config.deterministic,
+            windows=windows,
+        )
+
+    def _run_probe(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and loss of ids [1, n] in tiny chunks."""
+        config = replace(self.config, **PROBE_SIZES, recorder=None)
+        batch = check_batch(
+            ids, vocab_size=self._model.vocab_size, device=ids.device, max_positions=None
+        )
+        plan = self._plan(config, batch)
+        passes = self._passes(config, batch, plan)
+        hidden = [passes.evaluate(chunk) for chunk in plan.chunks]
+        return torch.cat(hidden, dim=1), passes.loss()

@@ -1,0 +1,77 @@
+"""The model with the engine inside: attention redirected, layers checkpointed, parts staged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from oomb.activations import LayerReplay, checkpointed
+from oomb.hf import AttentionHandler, CausalLM, Switch, layer_of
+from oomb.probes import ModelFacts
+from oomb.profiling.stage import stage
+
+
+class InstalledModel:
+    """Knows a model's decoder layers, and switches the engine in for as long as a chunk takes.
+
+    Attributes:
+        model: the model.
+        facts: what its probe found.
+        numbers: layer number of each attention module.
+        replays: per layer number, the memory of its decoder layer between forward and backward.
+    """
+
+    def __init__(self, model: CausalLM, facts: ModelFacts, activation_policy: str) -> None:
+        self.model = model
+        self.facts = facts
+        self.numbers = {layer.module: n for n, layer in enumerate(facts.layers)}
+        self._checkpoints = activation_policy != "keep"
+        self._decoders: dict[nn.Module, LayerReplay] = {}
+        self.replays: list[LayerReplay] = []
+        self._staged: list[tuple[nn.Module, str, int]] = []
+        for number, layer in enumerate(facts.layers):
+            decoder = layer_of(model.whole, layer.module)
+            replay = self._decoders.setdefault(decoder, LayerReplay(activation_policy))
+            self.replays.append(replay)
+            self._staged.append((layer.module, "projection", number))
+            mlp = _mlp(decoder, layer.module)
+            if mlp is not None:
+                self._staged.append((mlp, "mlp", number))
+
+    @contextmanager
+    def switched_in(self, handler: AttentionHandler) -> Iterator[None]:
+        """Inside, the model's attention is `handler` and its layers follow the activation policy.
+
+        The backward pass of what is computed inside must run inside too.
+        """
+        with self.model.attention_by(self.numbers, handler), Switch() as switch:
+            for module, kind, number in self._staged:
+                switch.set(module, "forward", _staged(module.forward, kind, number))
+            for number, (decoder, replay) in enumerate(self._decoders.items()):
+                forward = decoder.forward
+                if self._checkpoints:
+                    forward = checkpointed(forward, replay)
+                switch.set(decoder, "forward", _staged(forward, "layer", number))
+                switch.undo(replay.clear)
+            yield
+
+
+def _mlp(decoder: nn.Module, attention: nn.Module) -> nn.Module | None:
+    """A decoder layer's feed-forward part: its largest child that holds no attention."""
+    others = [
+        child
+        for child in decoder.children()
+        if all(module is not attention for module in child.modules())
+    ]
+    return max(others, key=lambda c: sum(p.numel() for p in c.parameters()), default=None)
+
+
+def _staged(forward: Callable[..., Any], kind: str, number: int) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with stage(kind, number):
+            return forward(*args, **kwargs)
+
+    return run

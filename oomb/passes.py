@@ -1,0 +1,267 @@
+"""Fill and sweep: the two passes of one step over a batch.
+
+Chunk i computes its outputs and its K_i, V_i from its tokens and the K, V of the chunks before it.
+The *fill* runs the chunks in order without gradients and leaves their K/V in pages. The *sweep*
+runs them in reverse with gradients: forward again, loss, backward. A chunk's backward adds its term
+to the page gradients of every earlier chunk; when the sweep reaches chunk j, the terms of all later
+chunks are there already, so its own backward starts from them and is complete. The activations of
+one chunk are alive at any time, and nothing is approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from oomb.attention import Backend, ChunkAttention, LayerCall, attend
+from oomb.batch import Batch
+from oomb.cache import History
+from oomb.chunking import Chunk, ChunkPlan
+from oomb.config import EngineConfig
+from oomb.installed import InstalledModel
+from oomb.loss import block_size, chunk_loss, chunk_loss_and_gradient
+from oomb.moe import RouterBalance
+from oomb.profiling.stage import place, stage
+from oomb.randomness import RandomState
+from oomb.results import ChunkState, Phase
+
+SEGMENT_TOKENS = 8192
+
+
+class Passes:
+    """One batch on its way through the model.
+
+    Args:
+        installed: the model.
+        config: the engine's settings.
+        batch: checked arguments.
+        plan: its chunks.
+        backends: attention backend of each layer.
+        windows: sliding window of each layer, None where it is longer than every document.
+    """
+
+    def __init__(
+        self,
+        installed: InstalledModel,
+        config: EngineConfig,
+        batch: Batch,
+        plan: ChunkPlan,
+        backends: list[Backend],
+        windows: list[int | None],
+    ) -> None:
+        self._installed = installed
+        self._model, self._facts = installed.model, installed.facts
+        self._config, self._batch, self._plan = config, batch, plan
+        self._backends, self._windows = backends, windows
+        self._device = installed.model.device
+        self._on_event = config.recorder.on_event if config.recorder is not None else None
+        self._history = History(
+            [layer.shape for layer in self._facts.layers],
+            pages_per_row=plan.pages_per_row,
+            page_size=config.page_size,
+            segment_pages=_segment_pages(config, plan),
+            page_grad_dtype=config.page_grad_dtype,
+            device=self._device,
+        )
+        router = self._facts.router
+        self._balance = RouterBalance(router, self._device) if router else None
+        self._random: list[RandomState] = []
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._mass = torch.zeros_like(self._loss_sum)  # of routing; [experts] once chunks come
+        self._phase: Phase | None = None
+        self._chunk: Chunk | None = None
+
+    # -- fill -------------------------------------------------------------------------------------
+
+    def fill(self, chunk: Chunk) -> None:
+        """Run a chunk without gradients and leave its K and V in pages."""
+        self._random.append(RandomState.capture(self._device))
+        with self._at("fill", chunk), torch.no_grad():
+            self._hold_pages(chunk)
+            output, _ = self._forward(chunk)
+            self._count_experts(chunk, output)
+
+    def evaluate(self, chunk: Chunk) -> torch.Tensor:
+        """Run a chunk without gradients, its loss included; returns its hidden states."""
+        with self._at("fill", chunk, name="evaluate"), torch.no_grad():
+            self._hold_pages(chunk)
+            output, ids = self._forward(chunk)
+            if self._balance is not None:
+                self._count_experts(chunk, output)
+                self._mass = self._mass + self._balance.mass(output.router_logits, self._real(chunk))
+            targets = self._batch.targets(chunk.start, chunk.stop, self._device)
+            with stage("loss"), self._model.head(self._facts.output_class) as head:
+                self._loss_sum += chunk_loss(
+                    head, output.last_hidden_state, ids, targets, self._block
+                )
+            return output.last_hidden_state
+
+    # -- sweep ------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Between the passes: every page is written and no gradient exists yet."""
+        self._random.append(RandomState.capture(self._device))
+        self._history.open_gradients()
+
+    def sweep(self, chunk: Chunk) -> None:
+        """Run a chunk with gradients, forward and backward, then free its pages."""
+        self._random[chunk.index].restore()
+        with self._at("sweep", chunk), torch.enable_grad():
+            output, ids = self._forward(chunk)
+            if chunk is self._plan.chunks[-1]:  # it had no fill, and one ordinary forward ends here
+                self._count_experts(chunk, output)
+                self._after_forward = RandomState.capture(self._device)
+            self._backward(chunk, output, ids)
+        for read in chunk.reads:
+            self._history.table.add_term(read.row, read.first, read.last)
+        for write in chunk.writes:
+            self._history.table.release(write.row, write.first)
+        self._random.pop()
+
+    def _backward(self, chunk: Chunk, output: Any, ids: torch.Tensor) -> None:
+        hidden, scale = output.last_hidden_state, self._scale
+        targets = self._batch.targets(chunk.start, chunk.stop, self._device)
+        with stage("loss"), self._model.head(self._facts.output_class) as head:
+            loss, gradient = chunk_loss_and_gradient(
+                head, hidden, ids, targets, self._block, scale
+            )
+        self._loss_sum += loss
+        roots, gradients = [hidden], [gradient]
+        if self._balance is not None:
+            mass = self._balance.mass(output.router_logits, self._real(chunk))
+            self._mass = self._mass + mass.detach()
+            roots.append(self._balance.loss(mass))
+            gradients.append(None)
+        trained = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
+        if trained:  # not so where only the head is trained
+            torch.autograd.backward(*zip(*trained, strict=True))
+
+    def finish(self) -> None:
+        """Leave the generators where one ordinary forward pass would."""
+        self._after_forward.restore()
+
+    # -- what both share --------------------------------------------------------------------------
+
+    def loss(self) -> torch.Tensor:
+        """Loss over the whole batch, 0-d, in fp32 (fp64 for an fp64 model)."""
+        count = self._batch.denominator
+        loss = self._loss_sum / count if count else self._loss_sum * float("nan")
+        if self._balance is not None:
+            loss = loss + self._balance.loss(self._mass)
+        return loss.to(torch.promote_types(self._facts.layers[0].shape.dtype, torch.float32))
+
+    def state(self, phase: Phase, chunk: Chunk) -> ChunkState:
+        """A picture of the step after a chunk."""
+        alive = self._history.bytes_alive()
+        alive["random_states"] = sum(state.nbytes for state in self._random)
+        return ChunkState(
+            phase=phase,
+            chunk=chunk.index,
+            num_chunks=len(self._plan.chunks),
+            page_table=self._history.table.view(),
+            bytes_alive=MappingProxyType(alive),
+        )
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Around a whole pass."""
+        with place(name, None, self._on_event), stage("phase"):
+            yield
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 / self._batch.denominator if self._batch.denominator else 0.0
+
+    @property
+    def _block(self) -> int:
+        return block_size(self._config.chunk_size)
+
+    @contextmanager
+    def _at(self, phase: Phase, chunk: Chunk, name: str | None = None) -> Iterator[None]:
+        """The engine is inside the model, at this chunk, until the chunk's backward has ended."""
+        self._phase, self._chunk = phase, chunk
+        with (
+            place(name or phase, chunk.index, self._on_event),
+            stage("chunk"),
+            self._installed.switched_in(self._attend),
+        ):
+            yield
+
+    def _forward(self, chunk: Chunk) -> tuple[Any, torch.Tensor]:
+        """Base model's output and token ids of a chunk."""
+        ids, positions = self._batch.inputs(chunk.start, chunk.stop, self._device)
+        extra = {"output_router_logits": True} if self._balance is not None else {}
+        return self._model.hidden_states(ids, positions, **extra), ids
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        _mask: Any,
+        scale: float,
+        dropout: float,
+        _keywords: dict[str, Any],
+    ) -> torch.Tensor:
+        """The model's attention: q [B, H, n, D], k and v [B, G, n, D] -> [B, n, H, D]."""
+        layer = self._installed.numbers[module]
+        call = LayerCall(
+            layer=layer,
+            scale=scale,
+            window=self._windows[layer],
+            chunk=self._chunk,
+            history=self._history,
+            backend=self._backends[layer],
+        )
+        if self._phase == "fill":
+            out, _ = attend(call, q, k, v)
+            for write in self._chunk.writes:
+                at = slice(write.start, write.stop)
+                self._history.write(
+                    layer, write.row, write.first, k[write.row, :, at], v[write.row, :, at]
+                )
+            return out
+        if self._config.check_replay:
+            self._compare_with_pages(layer, k, v)
+        replay = self._installed.replays[layer]
+        call.kept = replay.take()
+        out, lse = ChunkAttention.apply(q, k, v, call)
+        replay.keep(out, lse)
+        return out
+
+    def _compare_with_pages(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        for write in self._chunk.writes:
+            done = write.start
+            for page in self._history.segments(layer, write.row, write.first, write.last):
+                at = slice(done, done + page.k.shape[2])
+                for name, now, then in (("K", k, page.k), ("V", v, page.v)):
+                    if not torch.equal(now[write.row, :, at], then[0]):
+                        worst = float((now[write.row, :, at] - then[0]).abs().max())
+                        raise RuntimeError(
+                            f"check_replay: {name} of layer {layer}, chunk {self._chunk.index} "
+                            f"differs between fill and sweep by up to {worst:.3g}; the model is "
+                            "not repeatable (random numbers or state outside of torch's generators)"
+                        )
+                done = at.stop
+
+    def _hold_pages(self, chunk: Chunk) -> None:
+        for write in chunk.writes:
+            self._history.table.hold(write.row, write.first, write.last)
+
+    def _count_experts(self, chunk: Chunk, output: Any) -> None:
+        if self._balance is not None:
+            self._balance.count(output.router_logits, self._real(chunk))
+
+    def _real(self, chunk: Chunk) -> torch.Tensor | None:
+        return self._batch.real_tokens(chunk.start, chunk.stop, self._device)
+
+
+def _segment_pages(config: EngineConfig, plan: ChunkPlan) -> int:
+    """Long segments make few kernel calls; a short sequence gets no more than it needs."""
+    wanted = config.segment_pages or -(-SEGMENT_TOKENS // config.page_size)
+    return max(1, min(wanted, max(plan.pages_per_row)))

@@ -1,0 +1,317 @@
+"""What the engine asks a model before it trusts it.
+
+Chunk recurrence is exact only if attention is the one way in which tokens see each other, and only
+if that attention is plain: causal or a sliding window, no bias, no cap. A model that is anything
+else is refused here by name, before any work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionMaskInterface
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from oomb.cache.pool import LayerShape
+from oomb.hf import NAME, CausalLM
+from oomb.moe import RouterSettings
+
+PROBE_TOKENS = 100
+PLAIN_KEYWORDS = {
+    "sliding_window", "position_ids", "position_embeddings", "is_causal", "use_cache", "cache",
+    "past_key_values", "cache_position", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict",
+}  # fmt: skip
+"""Keywords that leave attention as it is; sliding windows are read from the mask itself."""
+
+PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer, as a probing forward saw it.
+
+    Attributes:
+        module: the attention module.
+        name: its path in the model.
+        shape: what its pages hold.
+        scale: factor on q . k.
+        window: sliding window in tokens, or None.
+        dropout: probability with which it drops attention weights in training.
+    """
+
+    module: nn.Module
+    name: str
+    shape: LayerShape
+    scale: float
+    window: int | None
+    dropout: float
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """All that the engine knows about a model.
+
+    Attributes:
+        layers: attention layers in order of their first call; the order numbers them.
+        output_class: what the base model returns.
+        router: settings of the load-balancing loss, where the model adds one.
+        max_positions: rows of a learned position table, or None.
+        experts: whether tokens choose experts.
+    """
+
+    layers: list[AttentionLayer]
+    output_class: type
+    router: RouterSettings | None
+    max_positions: int | None
+    experts: bool
+
+
+def probe_model(model: CausalLM) -> ModelFacts:
+    """Look at a model's configuration and at one small forward.
+
+    Raises:
+        ValueError: chunk recurrence would not be exact, or is not built; the message names why.
+    """
+    _refuse_by_config(model)
+    layers, output_class = _watch_attention(model)
+    config = model.whole.config.get_text_config()
+    experts = any(getattr(config, key, None) for key in ("num_experts", "num_local_experts"))
+    return ModelFacts(layers, output_class, _router(model), _learned_positions(model), experts)
+
+
+def _refuse_by_config(model: CausalLM) -> None:
+    name = type(model.whole).__name__
+    if model.whole.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"{name} trains on its own loss {model.whole.loss_function.__name__}; the engine "
+            "computes transformers' ForCausalLMLoss only"
+        )
+    config = model.whole.config.get_text_config()
+    types = set(getattr(config, "layer_types", None) or ()) - PLAIN_LAYER_TYPES
+    if types:
+        raise ValueError(
+            f"{name} has layers of type {', '.join(sorted(types))}; the engine supports "
+            "full_attention and sliding_attention layers only"
+        )
+    for path, module in model.whole.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.Conv1d) or any(word in kind for word in ("Mamba", "SSM", "Rwkv")):
+            raise ValueError(
+                f"{name} carries state between tokens outside of attention ({path}, {kind}); "
+                "hybrid state-space models are not supported"
+            )
+        rope = getattr(module, "rope_type", None)
+        for rope_type in rope.values() if isinstance(rope, dict) else [rope]:
+            if isinstance(rope_type, str) and any(w in rope_type for w in LENGTH_DEPENDENT_ROPE):
+                raise ValueError(
+                    f"{name} uses RoPE of type '{rope_type}', whose angles depend on the length "
+                    "of each call; use a model with a fixed RoPE (default, linear, llama3, yarn)"
+                )
+
+
+@contextmanager
+def _mask_functions_visible(seen: dict[int, Callable]):
+    """Register a mask builder that only notes the mask function and returns a token for it.
+
+    Registered for good it would cost a host synchronisation per forward on some models.
+    """
+    tokens = []
+
+    def note(*args: Any, mask_function: Callable, **kwargs: Any) -> torch.Tensor:
+        token = torch.empty(0)
+        tokens.append(token)  # keeps its id from being used again
+        seen[id(token)] = mask_function
+        return token
+
+    AttentionMaskInterface.register(NAME, note)
+    try:
+        yield
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
+
+
+def _watch_attention(model: CausalLM) -> tuple[list[AttentionLayer], type]:
+    """Run a few tokens and note every attention call."""
+    layers: list[AttentionLayer] = []
+    masks: dict[int, Callable] = {}
+    names = {module: name for name, module in model.whole.named_modules()}
+
+    def handler(module, query, key, value, mask, scaling, dropout, keywords):
+        name = names[module]
+        if any(layer.module is module for layer in layers):
+            raise ValueError(
+                f"attention module {name} runs more than once per forward, which the engine's "
+                "pages cannot tell apart"
+            )
+        _refuse_keywords(name, keywords)
+        if key.shape[-1] != value.shape[-1] or key.dtype != value.dtype:
+            raise ValueError(
+                f"attention module {name} has keys of {key.shape[-1]} x {key.dtype} and values of "
+                f"{value.shape[-1]} x {value.dtype}; the engine's pages need both alike"
+            )
+        shape = LayerShape(heads=key.shape[1], dim=key.shape[3], dtype=key.dtype)
+        window = _window(name, masks.get(id(mask)), keywords.get("sliding_window"), model)
+        layers.append(AttentionLayer(module, name, shape, float(scaling), window, float(dropout)))
+        return query.transpose(1, 2)
+
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    positions = torch.arange(2, device=model.device)[None]
+    modules = list(model.whole.modules())
+    with (
+        torch.no_grad(),
+        training_mode(model.whole, True),  # attention reports its dropout in training only
+        torch.random.fork_rng(_cuda_devices(model.device)),
+        model.attention_by(modules, handler),
+        _mask_functions_visible(masks),
+    ):
+        output = model.hidden_states(ids, positions)
+    if not layers:
+        raise ValueError(
+            f"{type(model.whole).__name__} does not run its attention through transformers' "
+            "AttentionInterface, so the engine cannot take part in it"
+        )
+    return layers, type(output)
+
+
+def _refuse_keywords(name: str, keywords: dict[str, Any]) -> None:
+    strange = [key for key, v in keywords.items() if key not in PLAIN_KEYWORDS and v is not None]
+    if keywords.get("is_causal") is False:
+        strange.append("is_causal=False")
+    if strange:
+        raise ValueError(
+            f"attention module {name} asks for {', '.join(sorted(strange))}, which the engine "
+            "does not support"
+        )
+
+
+def _window(
+    name: str, mask_function: Callable | None, keyword: int | None, model: CausalLM
+) -> int | None:
+    """The layer's sliding window: transformers' mask is the truth, keywords are only candidates."""
+    if mask_function is None:
+        return None  # no mask was built: plain causal, or the comparison with the whole run tells
+    candidates = {None, keyword, getattr(model.whole.config, "sliding_window", None)}
+    for window in sorted(candidates, key=lambda w: (w is not None, w or 0)):
+        if _mask_equals(mask_function, window):
+            return window
+    raise ValueError(
+        f"attention module {name} has a mask that is neither causal nor a sliding window "
+        "(chunked and bidirectional attention are not supported)"
+    )
+
+
+def _mask_equals(mask_function: Callable, window: int | None) -> bool:
+    """Compare a mask with causal, or with a window, on sampled (query, key) pairs."""
+    generator = torch.Generator().manual_seed(0)
+    far = torch.randint(0, 1 << 20, (256,), generator=generator)
+    near = torch.arange(96).repeat_interleave(96)
+    queries = torch.cat([far, far, near])
+    keys = torch.cat([far[torch.randperm(256, generator=generator)], far, near.view(96, 96).T.flatten()])
+    for step in (window - 1, window, window + 1) if window else ():
+        queries, keys = torch.cat([queries, far + step]), torch.cat([keys, far])
+    zero = torch.zeros((), dtype=torch.int64)
+    visible = torch.as_tensor(mask_function(zero, zero, queries, keys))
+    expected = keys <= queries
+    if window is not None:
+        expected &= queries - keys < window
+    return bool((visible == expected).all())
+
+
+def _router(model: CausalLM) -> RouterSettings | None:
+    """Settings of the load-balancing loss, if the model adds it to its loss."""
+    whole = model.whole
+    if not getattr(whole.config, "output_router_logits", False):
+        return None
+    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    missing = [name for name in names if not hasattr(whole, name)]
+    if missing:
+        raise ValueError(
+            f"{type(whole).__name__} adds a router loss but has no {', '.join(missing)}; set "
+            "config.output_router_logits=False to train without it"
+        )
+    return RouterSettings(*(getattr(whole, name) for name in names))
+
+
+def _learned_positions(model: CausalLM) -> int | None:
+    """Rows of a learned position table: an embedding beside the token embedding."""
+    tokens = model.whole.get_input_embeddings()
+    for name, module in model.base.named_modules():
+        is_table = isinstance(module, nn.Embedding) and module is not tokens
+        if is_table and any(word in name for word in ("wpe", "position")):
+            return module.num_embeddings - getattr(module, "offset", 0)
+    return None
+
+
+def compare_with_whole_run(
+    model: CausalLM,
+    facts: ModelFacts,
+    run_in_chunks: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Run random tokens whole and in chunks; refuse the model if the two differ.
+
+    Args:
+        model: the model.
+        facts: what the probe found.
+        run_in_chunks: from ids [1, n] to hidden states [1, n, hidden] and loss, in small chunks.
+
+    Raises:
+        ValueError: chunks and whole run disagree.
+    """
+    tokens = min(PROBE_TOKENS, facts.max_positions or PROBE_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.vocab_size, (1, tokens), generator=generator).to(model.device)
+    positions = torch.arange(tokens, device=model.device)[None]
+    with (
+        torch.no_grad(),
+        training_mode(model.whole, False),
+        torch.random.fork_rng(_cuda_devices(model.device)),
+    ):
+        hidden = model.hidden_states(ids, positions).last_hidden_state.double()
+        loss = model.whole(input_ids=ids, labels=ids, use_cache=False).loss.double()
+        chunked_hidden, chunked_loss = run_in_chunks(ids)
+    errors = (chunked_hidden.double() - hidden).norm(dim=-1) / hidden.norm(dim=-1)
+    # An expert chosen by a hair may flip with rounding, so of a router's tokens some may differ.
+    error = errors.quantile(0.9 if facts.experts else 1.0)
+    loss_error = (chunked_loss.double() - loss).abs() / loss.abs()
+    tolerance = _tolerance(model.whole)
+    if not (error <= tolerance and loss_error <= tolerance):
+        raise ValueError(
+            f"{type(model.whole).__name__} gives other results in chunks than whole on {tokens} "
+            f"random tokens (hidden states differ by {float(error):.1e}, the loss by "
+            f"{float(loss_error):.1e}, allowed {tolerance:.0e}): its tokens see each other in some "
+            "way beside causal attention, so chunk recurrence would not be exact"
+        )
+
+
+def _tolerance(model: nn.Module) -> float:
+    """Relative difference that rounding alone may cause, by the narrowest parameter."""
+    bits = min(_bits(p.dtype) for p in model.parameters() if p.is_floating_point())
+    return {64: 1e-6, 32: 1e-4}.get(bits, 5e-2)
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
+
+
+@contextmanager
+def training_mode(model: nn.Module, training: bool):
+    """Put every module into training or evaluation mode, and back exactly as each was."""
+    before = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was in before.items():
+            module.training = was
+
+
+def _cuda_devices(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []

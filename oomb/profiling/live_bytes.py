@@ -1,0 +1,89 @@
+"""Count the bytes of live tensors, storage by storage, on any device.
+
+Tensors are seen where PyTorch dispatches their operators, so nothing hides in a checkpoint, on
+an autograd context or behind a view; a storage counts from its first appearance until it is
+freed. Scratch memory inside a single kernel is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+OTHER = "other"
+_current_category = OTHER
+
+
+@contextmanager
+def category(name: str) -> Iterator[None]:
+    """Count storages made inside under `name` instead of `other`."""
+    global _current_category
+    before, _current_category = _current_category, name
+    try:
+        yield
+    finally:
+        _current_category = before
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensor storages made inside the `with` block and still alive.
+
+    Attributes:
+        current_by: live bytes now, by category.
+        peak_by: highest live bytes so far, by category.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current_by: dict[str, int] = defaultdict(int)
+        self.peak_by: dict[str, int] = defaultdict(int)
+        self._seen: set[int] = set()
+
+    @property
+    def current(self) -> int:
+        """Live bytes now of activations and temporaries: all that has no category of its own."""
+        return self.current_by[OTHER]
+
+    @property
+    def peak(self) -> int:
+        """Highest live bytes so far of activations and temporaries."""
+        return self.peak_by[OTHER]
+
+    def reset_peak(self) -> None:
+        """Start counting peaks again from what is alive now."""
+        self.peak_by = defaultdict(int, self.current_by)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What existed before the operator is an input (parameters, data) and is not ours to count.
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf, new=False)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf, new=True)
+        return result
+
+    def _note(self, tensor: torch.Tensor, *, new: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        name, size = (_current_category, storage.nbytes()) if new else (None, 0)
+        if name is not None:
+            self.current_by[name] += size
+            self.peak_by[name] = max(self.peak_by[name], self.current_by[name])
+        weakref.finalize(storage, self._forget, key, name, size).atexit = False
+
+    def _forget(self, key: int, name: str | None, size: int) -> None:
+        self._seen.discard(key)
+        if name is not None:
+            self.current_by[name] -= size
