@@ -64,7 +64,8 @@ $(VENV)/torch.stamp: Makefile $(VENV)/venv.stamp
 
 $(VENV)/%.stamp: pyproject.toml | $(VENV)/torch.stamp
 	@echo "Installing oomb with its extra '$*'"
-	@$(BIN)/python -m pip install -q -e '.[$*]'
+	@# torch is named again, so that no dependency of a dependency can replace it by a CUDA build.
+	@$(BIN)/python -m pip install -q $(TORCH) -e '.[$*]'
 	@# JupyterLab would otherwise greet a learner with a question about news.
 	@test $* != lab || $(BIN)/jupyter labextension disable \
 	  @jupyterlab/apputils-extension:announcements >/dev/null 2>&1
