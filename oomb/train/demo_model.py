@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 import transformers
-from oomb_assets import TEXT_PARTS, demo_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import oomb
 from oomb.train.ngram import KneserNey
+from oomb_assets import TEXT_PARTS, demo_text
 
 END = "<|endoftext|>"
 
