@@ -38,7 +38,7 @@ format: $(VENV)/dev.stamp ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-notebooks: $(VENV)/lab.stamp $(VENV)/test.stamp ## execute the notebooks again and strip their outputs
+notebooks: $(VENV)/lab.stamp ## execute the notebooks again and strip their outputs
 	$(BIN)/python -m oomb_widgets.execute_notebooks notebooks
 
 clean: ## remove .venv and everything else that was built
