@@ -156,7 +156,7 @@ def _shape(x: torch.Tensor) -> str:
 
 def _check_tensor(name: str, value: Any, device: torch.device) -> None:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor of token-like integers, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a tensor of integers, got {type(value).__name__}")
     if value.dtype not in INTEGER_DTYPES:
         raise TypeError(f"{name} must have an integer dtype such as torch.int64, got {value.dtype}")
     if value.device.type != "cpu" and value.device != device:
@@ -171,9 +171,7 @@ def _check_shape(name: str, value: torch.Tensor, allowed: tuple[torch.Size, ...]
         raise ValueError(f"{name} must have shape {expected} like input_ids, got {_shape(value)}")
 
 
-def _check_range(
-    name: str, value: torch.Tensor, low: int, high: int | None, what: str
-) -> None:
+def _check_range(name: str, value: torch.Tensor, low: int, high: int | None, what: str) -> None:
     least, most = (int(x) for x in torch.aminmax(value))
     if least < low or (high is not None and most > high):
         bounds = f"{low} to {high}" if high is not None else f"at least {low}"
@@ -262,7 +260,8 @@ def _denominator(num_items_in_batch: Any) -> float:
         items = items.item()
     if isinstance(items, bool) or not isinstance(items, int | float) or not items > 0:
         raise ValueError(
-            f"num_items_in_batch must be a positive number or 0-d tensor, got {num_items_in_batch!r}"
+            "num_items_in_batch must be a positive number or 0-d tensor, got "
+            f"{num_items_in_batch!r}"
         )
     return items
 

@@ -128,9 +128,7 @@ class _Row:
             if self.starts[self.next_start] > start:
                 cuts.append(self.starts[self.next_start])
             self.next_start += 1
-        return [
-            (a - start, b - start) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)
-        ]
+        return [(a - start, b - start) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)]
 
     def advance(
         self, start: int, stop: int, spans: list[tuple[int, int]], page_size: int

@@ -35,7 +35,7 @@ class EngineConfig:
     """Consecutive pages stored and attended together; None picks about 8192 tokens."""
 
     attention_backend: AttentionBackendName = "auto"
-    """`library` calls the vendor's kernels, `reference` is plain PyTorch, `auto` picks and says so."""
+    """`library` is the vendor's kernels, `reference` is plain PyTorch, `auto` picks and says."""
 
     activation_policy: ActivationPolicy = "selective"
     """What a chunk keeps between forward and backward: `keep` everything, `selective` each layer's

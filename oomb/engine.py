@@ -16,14 +16,14 @@ from oomb.config import EngineConfig
 from oomb.gradients import GradientLedger, restore_grad_dtypes
 from oomb.hf import find_causal_lm
 from oomb.installed import InstalledModel
-from oomb.passes import Passes
+from oomb.passes import LayerAttention, Passes
 from oomb.probes import compare_with_whole_run, probe_model
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, StepResult
 from oomb.stopwatch import Stopwatch
 
-PROBE_SIZES = {"chunk_size": 24, "page_size": 8, "segment_pages": 2}
-"""Chunk recurrence at its smallest, for the comparison with the whole run when attaching."""
+PROBE_PAGE = 8
+"""Tokens per page when attaching, where tiny chunks are compared with the whole run."""
 
 
 class Engine:
@@ -49,9 +49,7 @@ class Engine:
         self._trained = model
         self._model = find_causal_lm(model)
         self._facts = probe_model(self._model)
-        self._installed = InstalledModel(
-            self._model, self._facts, self.config.activation_policy
-        )
+        self._installed = InstalledModel(self._model, self._facts, self.config.activation_policy)
         self._grad_dtypes = [(p, p.grad_dtype) for p in model.parameters() if p.requires_grad]
         self._backend = self._choose_backend(windows=False)
         self._busy = self._closed = False
@@ -137,14 +135,14 @@ class Engine:
         Closing the generator early, or an exception, leaves no page, hook or random state behind:
         gradients that were None are None again, others are marked incomplete.
         """
-        batch, plan = self._prepare(
+        batch, plan, attention = self._prepare(
             input_ids, labels, attention_mask, position_ids, document_ids, num_items_in_batch
         )
         ledger = GradientLedger(
             self._trained, self.config.grad_dtype, restore=self.config.restore_grads
         )
         ledger.check()
-        return self._step(batch, plan, ledger)
+        return self._step(batch, plan, attention, ledger)
 
     def evaluate(
         self,
@@ -159,21 +157,25 @@ class Engine:
 
         Arguments and errors are those of `step`.
         """
-        batch, plan = self._prepare(
+        batch, plan, attention = self._prepare(
             input_ids, labels, attention_mask, position_ids, document_ids, num_items_in_batch
         )
         with self._work(None):
-            passes = self._passes(self.config, batch, plan)
+            passes = Passes(self._installed, self.config, batch, plan, attention)
             for chunk in plan.chunks:
                 passes.evaluate(chunk)
             return passes.loss()
 
     def _step(
-        self, batch: Batch, plan: ChunkPlan, ledger: GradientLedger
+        self,
+        batch: Batch,
+        plan: ChunkPlan,
+        attention: list[LayerAttention],
+        ledger: GradientLedger,
     ) -> Generator[ChunkState, None, StepResult]:
         with self._work(ledger):
             watch = Stopwatch(self._model.device)
-            passes = self._passes(self.config, batch, plan)
+            passes = Passes(self._installed, self.config, batch, plan, attention)
             watch.mark("fill")
             with passes.phase("fill"):
                 for chunk in plan.chunks[:-1]:
@@ -187,9 +189,7 @@ class Engine:
                     yield passes.state("sweep", chunk)
             passes.finish()
             watch.mark("end")
-        return StepResult(
-            passes.loss(), batch.num_label_tokens, watch.peak_memory(), watch.timings
-        )
+        return StepResult(passes.loss(), batch.num_label_tokens, watch.peak_memory(), watch.timings)
 
     @contextmanager
     def _work(self, ledger: GradientLedger | None) -> Iterator[None]:
@@ -211,8 +211,8 @@ class Engine:
         if ledger is not None:
             ledger.commit()
 
-    def _prepare(self, *arguments: Any) -> tuple[Batch, ChunkPlan]:
-        """Check the engine's state and a step's arguments, and plan its chunks."""
+    def _prepare(self, *arguments: Any) -> tuple[Batch, ChunkPlan, list[LayerAttention]]:
+        """Check the engine's state and a step's arguments; plan its chunks and attention."""
         if self._closed:
             raise RuntimeError("this engine is closed; make a new oomb.Engine(model, ...)")
         self._refuse_if_busy()
@@ -235,7 +235,7 @@ class Engine:
             device=self._model.device,
             max_positions=self._facts.max_positions,
         )
-        return batch, self._plan(self.config, batch)
+        return batch, self._plan(self.config, batch), self._attention(batch)
 
     def _refuse_if_busy(self) -> None:
         if self._busy:
@@ -252,15 +252,15 @@ class Engine:
             page_size=config.page_size,
         )
 
-    def _passes(self, config: EngineConfig, batch: Batch, plan: ChunkPlan) -> Passes:
+    def _attention(self, batch: Batch) -> list[LayerAttention]:
+        """Window and backend of each layer; a window longer than every row is none."""
         longest = max(batch.lengths)
         windows = [
-            w if w is not None and w < longest else None
-            for w in (layer.window for layer in self._facts.layers)
+            layer.window if layer.window is not None and layer.window < longest else None
+            for layer in self._facts.layers
         ]
         windowed = self._choose_backend(windows=True) if any(windows) else self._backend
-        backends = [windowed if window else self._backend for window in windows]
-        return Passes(self._installed, config, batch, plan, backends, windows)
+        return [LayerAttention(w, windowed if w else self._backend) for w in windows]
 
     def _choose_backend(self, *, windows: bool) -> Backend:
         shapes = [layer.shape for layer in self._facts.layers]
@@ -273,13 +273,22 @@ class Engine:
             windows=windows,
         )
 
-    def _run_probe(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and loss of ids [1, n] in tiny chunks."""
-        config = replace(self.config, **PROBE_SIZES, recorder=None)
+    def _run_probe(
+        self, ids: torch.Tensor, *, in_chunks: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and loss of ids [1, n], in tiny chunks or in a single one."""
+        pages = 3 if in_chunks else -(-ids.shape[1] // PROBE_PAGE)
+        config = replace(
+            self.config,
+            chunk_size=pages * PROBE_PAGE,
+            page_size=PROBE_PAGE,
+            segment_pages=2,
+            recorder=None,
+        )
         batch = check_batch(
             ids, vocab_size=self._model.vocab_size, device=ids.device, max_positions=None
         )
         plan = self._plan(config, batch)
-        passes = self._passes(config, batch, plan)
+        passes = Passes(self._installed, config, batch, plan, self._attention(batch))
         hidden = [passes.evaluate(chunk) for chunk in plan.chunks]
         return torch.cat(hidden, dim=1), passes.loss()

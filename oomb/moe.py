@@ -29,7 +29,8 @@ class RouterBalance:
         self._settings = settings
         # fp32 like transformers: counts are exact up to 2^24, and the shares round alike
         self._choices = torch.zeros(settings.num_experts, dtype=torch.float32, device=device)
-        self._tokens = torch.zeros((), dtype=torch.float32, device=device)
+        # a plain number while nothing is masked, like transformers': x / number rounds differently
+        self._tokens: float | torch.Tensor = 0.0
 
     def count(self, logits: tuple[torch.Tensor, ...], real: torch.Tensor | None) -> None:
         """Count a chunk's choices.
@@ -44,13 +45,12 @@ class RouterBalance:
             self._choices.index_add_(
                 0, chosen.flatten(), weights.repeat_interleave(self._settings.top_k)
             )
-            self._tokens += weights.sum()
+            self._tokens = self._tokens + (layer.shape[0] if real is None else weights.sum())
 
     def mass(self, logits: tuple[torch.Tensor, ...], real: torch.Tensor | None) -> torch.Tensor:
         """A chunk's routing probabilities, summed over layers and tokens: [experts], with graph."""
         return sum(
-            (_probabilities(layer) * self._weights(layer, real)[:, None]).sum(0)
-            for layer in logits
+            (_probabilities(layer) * self._weights(layer, real)[:, None]).sum(0) for layer in logits
         )
 
     def loss(self, mass: torch.Tensor) -> torch.Tensor:
@@ -60,11 +60,11 @@ class RouterBalance:
         """
         share = self._choices / self._tokens
         scale = self._settings.coefficient * self._settings.num_experts
-        return scale * (share * mass / self._tokens).sum()
+        return scale * (share * (mass / self._tokens)).sum()
 
     def _weights(self, layer: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         if real is None:
-            return self._tokens.new_ones(layer.shape[0])
+            return self._choices.new_ones(layer.shape[0])
         return real.flatten().to(torch.float32)
 
 

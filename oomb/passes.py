@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +33,14 @@ from oomb.results import ChunkState, Phase
 SEGMENT_TOKENS = 8192
 
 
+@dataclass(frozen=True)
+class LayerAttention:
+    """A layer's sliding window in tokens, None where no row is longer, and its backend."""
+
+    window: int | None
+    backend: Backend
+
+
 class Passes:
     """One batch on its way through the model.
 
@@ -40,8 +49,7 @@ class Passes:
         config: the engine's settings.
         batch: checked arguments.
         plan: its chunks.
-        backends: attention backend of each layer.
-        windows: sliding window of each layer, None where it is longer than every document.
+        attention: how each layer attends to this batch.
     """
 
     def __init__(
@@ -50,13 +58,12 @@ class Passes:
         config: EngineConfig,
         batch: Batch,
         plan: ChunkPlan,
-        backends: list[Backend],
-        windows: list[int | None],
+        attention: list[LayerAttention],
     ) -> None:
         self._installed = installed
         self._model, self._facts = installed.model, installed.facts
         self._config, self._batch, self._plan = config, batch, plan
-        self._backends, self._windows = backends, windows
+        self._attention = attention
         self._device = installed.model.device
         self._on_event = config.recorder.on_event if config.recorder is not None else None
         self._history = History(
@@ -92,7 +99,9 @@ class Passes:
             output, ids = self._forward(chunk)
             if self._balance is not None:
                 self._count_experts(chunk, output)
-                self._mass = self._mass + self._balance.mass(output.router_logits, self._real(chunk))
+                self._mass = self._mass + self._balance.mass(
+                    output.router_logits, self._real(chunk)
+                )
             targets = self._batch.targets(chunk.start, chunk.stop, self._device)
             with stage("loss"), self._model.head(self._facts.output_class) as head:
                 self._loss_sum += chunk_loss(
@@ -126,9 +135,7 @@ class Passes:
         hidden, scale = output.last_hidden_state, self._scale
         targets = self._batch.targets(chunk.start, chunk.stop, self._device)
         with stage("loss"), self._model.head(self._facts.output_class) as head:
-            loss, gradient = chunk_loss_and_gradient(
-                head, hidden, ids, targets, self._block, scale
-            )
+            loss, gradient = chunk_loss_and_gradient(head, hidden, ids, targets, self._block, scale)
         self._loss_sum += loss
         roots, gradients = [hidden], [gradient]
         if self._balance is not None:
@@ -213,10 +220,10 @@ class Passes:
         call = LayerCall(
             layer=layer,
             scale=scale,
-            window=self._windows[layer],
+            window=self._attention[layer].window,
             chunk=self._chunk,
             history=self._history,
-            backend=self._backends[layer],
+            backend=self._attention[layer].backend,
         )
         if self._phase == "fill":
             out, _ = attend(call, q, k, v)

@@ -35,9 +35,9 @@ SIZES = {
     "eos_token_id": 2,
 }
 CONFIGS = {
-    "qwen2": lambda **kw: Qwen2Config(**SIZES, **kw),
-    "qwen3": lambda **kw: Qwen3Config(**SIZES, head_dim=8, **kw),
-    "llama": lambda **kw: LlamaConfig(**SIZES, **kw),
+    "qwen2": lambda **kw: Qwen2Config(**{**SIZES, **kw}),
+    "qwen3": lambda **kw: Qwen3Config(**{**SIZES, "head_dim": 8, **kw}),
+    "llama": lambda **kw: LlamaConfig(**{**SIZES, **kw}),
     "mistral": lambda **kw: MistralConfig(**{**SIZES, "sliding_window": None, **kw}),
     "qwen3_moe": lambda **kw: Qwen3MoeConfig(
         **{
@@ -139,7 +139,9 @@ def true_fp64() -> Iterator[None]:
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter's gradient, cloned and in fp64; zeros where there is none."""
     return {
-        name: torch.zeros_like(p, dtype=torch.float64) if p.grad is None else p.grad.double().clone()
+        name: torch.zeros_like(p, dtype=torch.float64)
+        if p.grad is None
+        else p.grad.double().clone()
         for name, p in model.named_parameters()
         if p.requires_grad
     }
