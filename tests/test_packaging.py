@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from pip._vendor.packaging.requirements import Requirement
 
+import oomb
+
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
@@ -71,7 +73,7 @@ def imported(paths: list[Path]) -> dict[str, Path]:
 
 def test_installed_metadata_is_this_project():
     metadata = importlib.metadata.metadata("oomb")
-    assert metadata["Version"] == PROJECT["version"]
+    assert metadata["Version"] == PROJECT["version"] == oomb.__version__
     assert metadata["License-Expression"] == PROJECT["license"] == "Apache-2.0"
     assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.14"}
 
