@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import typer
 from pip._vendor.packaging.requirements import Requirement
 
 import oomb
@@ -78,11 +79,10 @@ def test_installed_metadata_is_this_project():
     assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.14"}
 
 
-def test_the_command_starts():
-    command = Path(sys.executable).parent / "oomb"
-    result = subprocess.run([command, "--help"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "demo" in result.stdout
+def test_the_command_is_installed():
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="oomb")
+    assert isinstance(command.load(), typer.Typer)
+    assert os.access(Path(sys.executable).parent / "oomb", os.X_OK)
 
 
 @pytest.mark.parametrize("extra", ["lab", "test", "dev"])
