@@ -14,11 +14,14 @@ def demo_model_dir() -> Path:
 
 
 def demo_text(part: str) -> str:
-    """Return one part of the shipped text (King James Bible; SOURCES.md has source and licence).
+    """One part of the shipped text (King James Bible; SOURCES.md has source and licence).
 
     Args:
         part: "pretrain" (Old Testament), "finetune" (Matthew, Luke), "validation" (John) or
             "heldout" (Mark).
+
+    Returns:
+        The text: a heading per chapter, one numbered verse per line.
 
     Raises:
         ValueError: `part` is none of these.

@@ -62,6 +62,12 @@ class DemoInputs:
 def load(options: DemoOptions) -> DemoInputs:
     """Check `options` and load what they name, cheapest checks first.
 
+    Args:
+        options: the command line.
+
+    Returns:
+        Model and text, ready to train.
+
     Raises:
         InputError: an option cannot be used.
     """

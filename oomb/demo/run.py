@@ -24,6 +24,10 @@ def run(inputs: DemoInputs, progress: Progress) -> dict[str, Any]:
     The first step's gradients are compared with those of the whole run at the same weights on the
     same tokens; then every step trains. TF32 is off meanwhile.
 
+    Args:
+        inputs: options, model and text.
+        progress: told of every stage.
+
     Returns:
         The figures, as `--json` writes them; null stands for infinite or not a number.
 
