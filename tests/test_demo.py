@@ -13,7 +13,7 @@ from oomb.cli import app
 from oomb.demo import compare
 from oomb_assets import demo_model_dir, demo_text
 
-SMALL = ["--context", "384", "--chunk", "64", "--page", "16", "--steps", "2"]
+SMALL = ["--context", "384", "--chunk", "64", "--page", "16", "--steps", "2", "--device", "cpu"]
 
 
 def run_demo(*args):
@@ -204,6 +204,16 @@ def test_ctrl_c_leaves_no_file(tmp_path, monkeypatch, evaluations_before):
     assert result.exit_code == 130
     assert "Stopped before the end" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    args = ["--context", 4096, "--steps", 1, "--json", tmp_path / "a.json"]
+    result = run_demo(*args, "--out", tmp_path / "a.oomb")
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert figures["device"] == torch.cuda.get_device_name()
+    assert 0 < figures["gradients"]["largest_relative_difference"] <= 1e-5
 
 
 def refusal(*args) -> str:

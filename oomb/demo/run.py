@@ -37,15 +37,11 @@ def run(inputs: DemoInputs, progress: Progress) -> dict[str, Any]:
     options = inputs.options
     recorder = Recorder()
     config = oomb.EngineConfig(chunk_size=options.chunk, page_size=options.page, recorder=recorder)
-    try:
-        engine = oomb.Engine(inputs.model, config)
-    except (TypeError, ValueError) as error:
-        raise InputError(str(error)) from error
+    began = time.perf_counter()
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    began = time.perf_counter()
     try:
-        with engine:
+        with _engine(inputs.model, config) as engine:
             figures = _measure(inputs, engine, progress)
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -54,6 +50,13 @@ def run(inputs: DemoInputs, progress: Progress) -> dict[str, Any]:
     recorder.notes = {"made_by": "oomb demo", **figures}
     recorder.save(options.out)
     return figures | {"recording": str(options.out)}
+
+
+def _engine(model: Any, config: oomb.EngineConfig) -> oomb.Engine:
+    try:
+        return oomb.Engine(model, config)
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error)) from error
 
 
 @dataclass(frozen=True)

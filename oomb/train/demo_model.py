@@ -165,7 +165,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     device, began = torch.device(args.device), time.monotonic()
     last, report_file = args.out / "last", args.out / "training.json"
     args.out.mkdir(parents=True, exist_ok=True)
-    torch.set_float32_matmul_precision("high")  # TF32 on a GPU: training needs no more
     transformers.logging.disable_progress_bar()
 
     text = {part: demo_text(part) for part in TEXT_PARTS}
@@ -208,6 +207,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             activation_policy="keep",
         ),
     )
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU: training needs no more
     with engine:
         while True:
             minutes = (time.monotonic() - began) / 60
@@ -244,6 +244,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     report["steps"], report["seconds"] = step, round(time.monotonic() - began, 1)
 
     # The figures are those of the rounded weights that ship.
+    torch.set_float32_matmul_precision("highest")
     model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(device)
     with oomb.Engine(model, oomb.EngineConfig(chunk_size=4096, page_size=128)) as engine:
         report["heldout_loss"] = held_out_loss(engine, tokens["heldout"], args.longest)
