@@ -62,7 +62,7 @@ def demo(
     """
     # Imported here, so that --help and --version do not wait for PyTorch and transformers.
     from oomb.demo.inputs import DemoOptions, InputError, load
-    from oomb.demo.report import Progress, show_figures, show_inputs
+    from oomb.demo.report import Progress, show_figures, show_inputs, without_infinities
     from oomb.demo.run import run
 
     console = Console(highlight=False)
@@ -77,7 +77,7 @@ def demo(
         with Progress(console) as progress:
             figures = run(inputs, progress)
         if json is not None:
-            write_json(json, figures)
+            write_json(json, without_infinities(figures))
     except InputError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
@@ -93,7 +93,7 @@ def write_json(path: Path, figures: dict) -> None:
     """Write `figures`; the file appears whole or not at all."""
     part = path.with_name(path.name + ".part")
     try:
-        part.write_text(json_module.dumps(figures, indent=1) + "\n")
+        part.write_text(json_module.dumps(figures, indent=1, allow_nan=False) + "\n")
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
@@ -63,7 +65,7 @@ def show_inputs(inputs: DemoInputs, console: Console) -> None:
     chunks = -(-options.context // options.chunk)
     lines = [
         f"[b]{type(model).__name__}[/b], {size / 1e6:,.1f} M parameters, fp32 on the {where}",
-        f"reads {inputs.train_name}: {_steps(options.steps)} over "
+        f"reads {escape(inputs.train_name)}: {_steps(options.steps)} over "
         f"[b]{options.context:,} tokens[/b] each,",
         f"computed {options.chunk:,} tokens at a time ({chunks} chunks), pages of {options.page}",
     ]
@@ -78,13 +80,12 @@ def show_figures(figures: dict[str, Any], console: Console) -> None:
     """Print what the step cost both ways, whether they agree, what was learned, what is kept."""
     gradients, held_out = figures["gradients"], figures["held_out"]
     console.print(_costs(figures, console))
-    worst = gradients["largest_relative_difference"]
     _say(
         console,
         gradients["within_limit"],
         "Same gradients" if gradients["within_limit"] else "NOT the same gradients",
         f"largest relative difference over all {gradients['parameters']} parameters: "
-        f"{'not a number' if worst is None else f'{worst:.1e}'} (limit {gradients['limit']:.0e})",
+        f"{gradients['largest_relative_difference']:.1e} (limit {gradients['limit']:.0e})",
         f"in {gradients['of']}, at {gradients['length']:,} tokens",
     )
     before, after = held_out["loss_before"], held_out["loss_after"]
@@ -100,7 +101,8 @@ def show_figures(figures: dict[str, Any], console: Console) -> None:
 
 def _say(console: Console, good: bool, title: str, *lines: str) -> None:
     """One finding: a mark, a title, and what it says."""
-    mark = Text("✓ ", "bold green") if good else Text("✗ ", "bold red")
+    signs = "✓✗" if console.encoding.startswith("utf") else "+!"
+    mark = Text(f"{signs[0]} ", "bold green") if good else Text(f"{signs[1]} ", "bold red")
     console.print(mark + Text(f"{title}: ", "bold") + Text(lines[0]), soft_wrap=True)
     for line in lines[1:]:
         console.print(Text(f"  {line}", "dim"), soft_wrap=True)
@@ -148,3 +150,12 @@ def human_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def without_infinities(value: Any) -> Any:
+    """`value` for JSON, which has neither infinity nor NaN: both become null."""
+    if isinstance(value, dict):
+        return {key: without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_infinities(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import oomb
 from oomb.demo import compare
 from oomb.demo.inputs import DemoInputs, InputError
-from oomb.demo.report import Progress
+from oomb.demo.report import Progress, without_infinities
 from oomb.profiling import LiveBytes, Recorder
 
 GRADIENT_LIMIT = 1e-5
@@ -29,7 +28,7 @@ def run(inputs: DemoInputs, progress: Progress) -> dict[str, Any]:
         progress: told of every stage.
 
     Returns:
-        The figures, as `--json` writes them; null stands for infinite or not a number.
+        The figures, as `--json` writes them.
 
     Raises:
         InputError: the engine refuses the model; nothing has been computed.
@@ -46,8 +45,7 @@ def run(inputs: DemoInputs, progress: Progress) -> dict[str, Any]:
     finally:
         torch.set_float32_matmul_precision(precision)
     figures["seconds"]["total"] = time.perf_counter() - began
-    figures = _without_infinities(figures)
-    recorder.notes = {"made_by": "oomb demo", **figures}
+    recorder.notes = {"made_by": "oomb demo", **without_infinities(figures)}
     recorder.save(options.out)
     return figures | {"recording": str(options.out)}
 
@@ -176,15 +174,6 @@ def _chunked_step(
             work = (1 if state.phase == "fill" else 3) * ids.shape[1] // state.num_chunks
             progress.advance(work, f"{title}: {where}")
     return _Step(loss, _bytes(live), time.perf_counter() - began)
-
-
-def _without_infinities(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become null."""
-    if isinstance(value, dict):
-        return {key: _without_infinities(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_infinities(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _bytes(live: LiveBytes) -> dict[str, int]:
