@@ -223,8 +223,7 @@ def test_router_balance_in_chunks_equals_transformers(masked, size, top_k):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_router_balance_in_low_precision_loses_nothing_by_adding_up(dtype):
-    """Probabilities and choices are transformers' own (softmax and top-k in the model's dtype);
-    from there on the sums are as good as in fp64, unlike its mean in low precision."""
+    """Softmax and top-k are in the model's dtype, as in transformers; the sums are in fp32."""
     logits = router_logits(dtype)
     gathered = torch.cat([layer.detach().flatten(0, 1) for layer in logits])
     probabilities = gathered.softmax(-1)
@@ -234,7 +233,7 @@ def test_router_balance_in_low_precision_loses_nothing_by_adding_up(dtype):
     theirs = 0.1 * load_balancing_loss_func((gathered,), EXPERTS, TOP_K)
     loss = balance_in_chunks(logits, None, 4).detach().double()
     torch.testing.assert_close(loss, exact, rtol=1e-6, atol=0.0)
-    assert abs(loss - exact) <= abs(theirs.double() - exact)
+    torch.testing.assert_close(theirs.double(), exact, rtol=torch.finfo(dtype).eps, atol=0.0)
 
 
 def test_counts_of_all_chunks_are_needed_before_any_loss():
