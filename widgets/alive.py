@@ -16,6 +16,9 @@ def alive(
             Parts named in encoding.json keep their colour.
         guess: Bytes the reader guessed, drawn as a vertical line.
         title: Text above the bars.
+
+    Returns:
+        The bars, each with its total.
     """
     with style():
         figure = new_figure(7.2, 0.62 * len(ways) + 1.5)

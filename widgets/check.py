@@ -28,6 +28,9 @@ def judge(exercise: str, answer: Any) -> Verdict:
         answer: The function the exercise asks for; None, `...` or a function that returns
             nothing is "not yet".
 
+    Returns:
+        Whether it is right, and why; code that fails gives a verdict too.
+
     Raises:
         ValueError: When there is no such exercise.
     """

@@ -24,6 +24,9 @@ def gradient_differences(
         guess: The largest difference the reader guessed, drawn as a vertical line.
         rounding: The number format's own rounding, torch.finfo(dtype).eps, drawn dashed.
         title: Text above the picture.
+
+    Returns:
+        A row of dots for each way; an exact zero is drawn at the left end.
     """
     with style():
         figure = new_figure(7.2, 0.75 * len(ways) + 1.3)

@@ -17,11 +17,14 @@ KEPT_TYPES = ("image/png", "text/plain")
 
 
 def execute(path: Path, timeout: int = 600) -> NotebookNode:
-    """Run a notebook in its own folder and return it with clean outputs; the file stays as it is.
+    """Run a notebook in its own folder; the file stays as it is.
 
     Args:
         path: A .ipynb file.
         timeout: Seconds that one cell may take.
+
+    Returns:
+        The notebook with new, clean outputs.
 
     Raises:
         nbclient.exceptions.CellExecutionError: When a cell raises.

@@ -29,6 +29,9 @@ def memory_growth(
         guess: A context in tokens the reader guessed, drawn as a vertical line.
         log: Draw both axes logarithmically, for ranges over more than a factor of a hundred.
         title: Text above the picture.
+
+    Returns:
+        A line for each way, named at its end.
     """
     with style():
         figure = new_figure(7.2, 3.6)

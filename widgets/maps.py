@@ -27,7 +27,7 @@ def who_reads_whom(num_chunks: int, halted: tuple[str, int] | None = None) -> Pi
         done_fill, done_sweep = (chunk, num_chunks) if phase == "fill" else (num_chunks - 1, chunk)
     with style():
         side = max(0.34 * num_chunks + 0.9, 2.6)
-        figure = new_figure(2 * side + 1.2, 0.34 * num_chunks + 1.75)
+        figure = new_figure(2 * side + 1.2, side + 0.85)
         fill, sweep = figure.subplots(1, 2)
         _map(fill, num_chunks, "fill", lambda i, j: "fill" if i <= done_fill else "empty")
         _map(sweep, num_chunks, "sweep", lambda i, j: "sweep" if i >= done_sweep else "empty")

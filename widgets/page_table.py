@@ -81,6 +81,9 @@ def page_table(state: _ChunkState) -> Picture:
     Args:
         state: What `Engine.iter_step` yielded. Each sequence of the batch has its own pages;
             all share one pool.
+
+    Returns:
+        The pages of each sequence above, the pool's slots below, and a line for each entry.
     """
     slots = state.page_table.slots
     used = [[p for p in range(slots.shape[1]) if slots[r, p] >= 0] for r in range(len(slots))]

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -43,6 +43,10 @@ _STYLE = {
 class Picture:
     """A finished picture. As the last line of a cell it shows itself.
 
+    Args:
+        figure: What to draw; it is rendered at once.
+        alt: One sentence that says what it shows.
+
     Attributes:
         png: The image file, RGBA on a transparent ground.
         alt: One sentence that says what the picture shows, for readers who cannot see it.
@@ -72,7 +76,7 @@ class Picture:
 
 
 @contextmanager
-def style() -> Iterator[None]:
+def style() -> Generator[None, None, None]:
     """Make every figure drawn inside use the pictures' fonts and colours."""
     with mpl.rc_context(_STYLE):
         yield

@@ -36,7 +36,13 @@ def predict(question: str, unit: str = "") -> float | None:
 
 
 def parse_number(text: str) -> float:
-    """Read "12", "1e-7", "32k", "1.5M" or "40%".
+    """Read a number as people write it.
+
+    Args:
+        text: For instance "12", "1e-7", "32k", "1.5M" or "40%".
+
+    Returns:
+        The number; k, M and G are powers of a thousand.
 
     Raises:
         ValueError: When `text` is not one number.

@@ -23,6 +23,13 @@ class NotYet(Exception):
 def call(answer: Callable, *args: Any) -> Any:
     """Call the reader's function.
 
+    Args:
+        answer: What the reader wrote.
+        *args: Its arguments.
+
+    Returns:
+        What it returns, never None.
+
     Raises:
         NotYet: When there is no function, or it returns nothing.
     """
@@ -38,12 +45,15 @@ def call(answer: Callable, *args: Any) -> Any:
 
 
 def hint(value: float, wrong: Mapping[str, float], close: float = 1e-6) -> str | None:
-    """Return the hint whose wrong value equals `value`, or None.
+    """Find the mistake that gives this value.
 
     Args:
         value: What the reader's answer gives.
         wrong: {hint: the value that the mistake gives}.
         close: Relative difference that counts as equal.
+
+    Returns:
+        The hint, or None when no known mistake gives `value`.
     """
     for text, mistaken in wrong.items():
         if math.isclose(value, mistaken, rel_tol=close) or (
