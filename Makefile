@@ -64,8 +64,9 @@ $(VENV)/torch.stamp: Makefile $(VENV)/venv.stamp
 
 $(VENV)/%.stamp: pyproject.toml | $(VENV)/torch.stamp
 	@echo "Installing oomb with its extra '$*'"
-	@# torch is named again, so that no dependency of a dependency can replace it by a CUDA build.
-	@$(BIN)/python -m pip install -q $(TORCH) -e '.[$*]'
+	@# The torch that is there is named again, so that nothing can replace it by a CUDA build.
+	@$(BIN)/python -m pip install -q -e '.[$*]' \
+	  "$$($(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))')"
 	@# JupyterLab would otherwise greet a learner with a question about news.
 	@test $* != lab || $(BIN)/jupyter labextension disable \
 	  @jupyterlab/apputils-extension:announcements >/dev/null 2>&1
