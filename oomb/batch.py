@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +18,9 @@ class Batch:
     """A checked batch. Tensors stay where the caller put them; chunks are copied one by one.
 
     Attributes:
-        input_ids: [B, N] integer token ids.
-        labels: [B, N] integer labels, not shifted.
-        position_ids: [B, N] or [1, N] as the caller gave them, or None: counted from each
-            document's start.
+        input_ids: int64 [B, N].
+        labels: int64 [B, N], not shifted.
+        position_ids: int64 [B, N] or [1, N], or None: counted from each document's start.
         attention_mask: [B, N] as given, or None.
         lengths: tokens in each row without padding.
         documents: columns at which each row's documents start.
@@ -38,13 +39,16 @@ class Batch:
 
     def inputs(self, start: int, stop: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Token ids and position ids of columns [start, stop), each int64 [B, stop - start]."""
-        ids = self.input_ids[:, start:stop].to(device, torch.int64, non_blocking=True)
+        ids = self.input_ids[:, start:stop].to(device, non_blocking=True)
         if self.position_ids is not None:
-            positions = self.position_ids[:, start:stop].to(device, torch.int64, non_blocking=True)
+            positions = self.position_ids[:, start:stop].to(device, non_blocking=True)
             return ids, positions.expand(ids.shape)
-        columns = torch.arange(start, stop).expand(len(self.documents), -1)
+        columns = torch.arange(start, stop, device="cpu").expand(len(self.documents), -1)
         starts = torch.stack([_latest_start(row, start, stop) for row in self.documents])
-        return ids, (columns - starts).to(device, non_blocking=True)
+        # counting on over padding could leave a learned position table
+        padding = columns >= torch.tensor(self.lengths, device="cpu")[:, None]
+        positions = (columns - starts).masked_fill(padding, 0)
+        return ids, positions.to(device, non_blocking=True)
 
     def targets(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
         """What each token of columns [start, stop) should predict: int64 [B, stop - start].
@@ -52,8 +56,8 @@ class Batch:
         The labels are shifted over the whole sequence, so that a chunk's last token predicts the
         next chunk's first; padding, the first token of a document and the end count as ignored.
         """
-        taken = self.labels[:, start + 1 : stop + 1].to(device, torch.int64, non_blocking=True)
-        ignored = torch.zeros((len(self.lengths), stop - start), dtype=torch.bool)
+        taken = self.labels[:, start + 1 : stop + 1].to(device, non_blocking=True)
+        ignored = torch.zeros((len(self.lengths), stop - start), dtype=torch.bool, device="cpu")
         for row, (length, starts) in enumerate(zip(self.lengths, self.documents, strict=True)):
             ignored[row, max(length - 1 - start, 0) :] = True
             ignored[row, [first - 1 - start for first in starts if start < first <= stop]] = True
@@ -70,7 +74,7 @@ class Batch:
 
 def _latest_start(starts: list[int], start: int, stop: int) -> torch.Tensor:
     """For each column in [start, stop), the last document start at or before it."""
-    latest = torch.zeros(stop - start, dtype=torch.int64)
+    latest = torch.zeros(stop - start, dtype=torch.int64, device="cpu")
     for first in starts:
         if first < stop:
             latest[max(first - start, 0) :] = first
@@ -106,7 +110,7 @@ def check_batch(
         TypeError: an argument is not a tensor of the right kind.
         ValueError: an argument has a wrong shape, device or value.
     """
-    _check_tensor("input_ids", input_ids, device)
+    input_ids = _integers("input_ids", input_ids, device)
     if input_ids.ndim != 2:
         raise ValueError(
             f"input_ids must have shape [batch, tokens], got {_shape(input_ids)}; "
@@ -119,12 +123,14 @@ def check_batch(
         )
     _check_range("input_ids", input_ids, 0, vocab_size - 1, "the model's vocabulary")
     shape = input_ids.shape
-    for name, value in (("labels", labels), ("document_ids", document_ids)):
-        if value is not None:
-            _check_tensor(name, value, device)
-            _check_shape(name, value, (shape,))
+    if labels is not None:
+        labels = _integers("labels", labels, device)
+        _check_shape("labels", labels, (shape,))
+    if document_ids is not None:
+        document_ids = _integers("document_ids", document_ids, device)
+        _check_shape("document_ids", document_ids, (shape,))
     if position_ids is not None:
-        _check_tensor("position_ids", position_ids, device)
+        position_ids = _integers("position_ids", position_ids, device)
         _check_shape("position_ids", position_ids, (shape, torch.Size([1, shape[1]])))
         _check_range("position_ids", position_ids, 0, None, "positions")
     lengths = _lengths(attention_mask, shape, device)
@@ -154,7 +160,8 @@ def _shape(x: torch.Tensor) -> str:
     return str(list(x.shape))
 
 
-def _check_tensor(name: str, value: Any, device: torch.device) -> None:
+def _integers(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    """The tensor in int64, in which -100 and differences mean what they say."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of integers, got {type(value).__name__}")
     if value.dtype not in INTEGER_DTYPES:
@@ -163,6 +170,7 @@ def _check_tensor(name: str, value: Any, device: torch.device) -> None:
         raise ValueError(
             f"{name} must be on the CPU or on the model's device {device}, got {value.device}"
         )
+    return value.long()
 
 
 def _check_shape(name: str, value: torch.Tensor, allowed: tuple[torch.Size, ...]) -> None:
@@ -256,14 +264,15 @@ def _count_labels(batch: Batch) -> int:
 
 def _denominator(num_items_in_batch: Any) -> float:
     items = num_items_in_batch
-    if isinstance(items, torch.Tensor) and items.numel() == 1:
+    if isinstance(items, torch.Tensor) and items.numel() == 1 and not items.is_meta:
         items = items.item()
-    if isinstance(items, bool) or not isinstance(items, int | float) or not items > 0:
+    is_number = isinstance(items, numbers.Real) and not isinstance(items, bool)
+    if not (is_number and 0 < items < math.inf):
         raise ValueError(
-            "num_items_in_batch must be a positive number or 0-d tensor, got "
+            "num_items_in_batch must be a positive, finite number or 0-d tensor, got "
             f"{num_items_in_batch!r}"
         )
-    return items
+    return float(items)
 
 
 def _check_positions_fit(batch: Batch, max_positions: int) -> None:

@@ -32,7 +32,7 @@ class EngineConfig:
     """Tokens of one layer's K and V stored together (P). Must divide `chunk_size`."""
 
     segment_pages: int | None = None
-    """Consecutive pages stored and attended together; None picks about 8192 tokens."""
+    """Consecutive pages stored and attended together; None takes as many as a chunk has."""
 
     attention_backend: AttentionBackendName = "auto"
     """`library` is the vendor's kernels, `reference` is plain PyTorch, `auto` picks and says."""
@@ -86,7 +86,7 @@ class EngineConfig:
 
 
 def _positive_int(name: str, value: Any) -> int:
-    if isinstance(value, bool):
+    if isinstance(value, bool | torch.Tensor):
         raise TypeError(f"{name} must be a positive integer, got {value!r}")
     try:
         number = operator.index(value)

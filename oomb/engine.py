@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,17 +15,20 @@ from oomb.attention import Backend, choose_backend
 from oomb.batch import Batch, check_batch
 from oomb.chunking import ChunkPlan, plan_chunks
 from oomb.config import EngineConfig
-from oomb.gradients import GradientLedger, restore_grad_dtypes
-from oomb.hf import find_causal_lm
+from oomb.gradients import GradientLedger, give_back_grad_dtype
+from oomb.hf import unwrap
 from oomb.installed import InstalledModel
 from oomb.passes import LayerAttention, Passes
-from oomb.probes import compare_with_whole_run, probe_model
+from oomb.probes import compare_with_whole_run, probe_model, refuse_other_channels
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, StepResult
 from oomb.stopwatch import Stopwatch
 
 PROBE_PAGE = 8
 """Tokens per page when attaching, where tiny chunks are compared with the whole run."""
+
+# Models with a step under way, whichever engine runs it.
+_AT_WORK: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class Engine:
@@ -47,12 +52,14 @@ class Engine:
             raise TypeError(f"config must be an oomb.EngineConfig, got {type(config).__name__}")
         self.config = config or EngineConfig()
         self._trained = model
-        self._model = find_causal_lm(model)
-        self._facts = probe_model(self._model)
+        self._model, self._facts = probe_model(unwrap(model))
         self._installed = InstalledModel(self._model, self._facts, self.config.activation_policy)
-        self._grad_dtypes = [(p, p.grad_dtype) for p in model.parameters() if p.requires_grad]
+        self._signature = _signature(self._model.whole)
         self._backend = self._choose_backend(windows=False)
-        self._busy = self._closed = False
+        self._closed = False
+        self._steps = 0
+        self._generators: weakref.WeakSet[Generator] = weakref.WeakSet()
+        refuse_other_channels(self._model, self._facts)
         compare_with_whole_run(self._model, self._facts, self._run_probe)
 
     def __repr__(self) -> str:
@@ -69,18 +76,23 @@ class Engine:
     def close(self) -> None:
         """Give the model back as it was. Gradients stay the user's. Closing twice is allowed.
 
+        A parameter that holds a gradient at this time keeps `grad_dtype` at its gradient's dtype.
+
         Raises:
             RuntimeError: an `iter_step` is under way; close or finish its generator first.
         """
         self._refuse_if_busy()
         if not self._closed:
-            restore_grad_dtypes(self._grad_dtypes)
+            for parameter in self._trained.parameters():
+                give_back_grad_dtype(parameter)
             self._closed = True
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        for steps in list(self._generators):  # one that is under way is abandoned: undone
+            steps.close()
         self.close()
 
     def step(
@@ -135,6 +147,11 @@ class Engine:
         Closing the generator early, or an exception, leaves no page, hook or random state behind:
         gradients that were None are None again, others are marked incomplete.
         """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "a step needs gradients, but torch.inference_mode is on; leave its block, or use "
+                "engine.evaluate"
+            )
         batch, plan, attention = self._prepare(
             input_ids, labels, attention_mask, position_ids, document_ids, num_items_in_batch
         )
@@ -142,7 +159,9 @@ class Engine:
             self._trained, self.config.grad_dtype, restore=self.config.restore_grads
         )
         ledger.check()
-        return self._step(batch, plan, attention, ledger)
+        steps = self._step(batch, plan, attention, ledger)
+        self._generators.add(steps)
+        return steps
 
     def evaluate(
         self,
@@ -175,18 +194,22 @@ class Engine:
     ) -> Generator[ChunkState, None, StepResult]:
         with self._work(ledger):
             watch = Stopwatch(self._model.device)
-            passes = Passes(self._installed, self.config, batch, plan, attention)
+            passes = Passes(self._installed, self.config, batch, plan, attention, self._steps)
+            self._steps += 1
             watch.mark("fill")
-            with passes.phase("fill"):
-                for chunk in plan.chunks[:-1]:
-                    passes.fill(chunk)
-                    yield passes.state("fill", chunk)
+            start = time.perf_counter_ns()
+            for chunk in plan.chunks[:-1]:
+                passes.fill(chunk)
+                yield passes.state("fill", chunk)
+            passes.phase_ended("fill", start)
             passes.turn()
             watch.mark("sweep")
-            with passes.phase("sweep"):
-                for chunk in reversed(plan.chunks):
+            start = time.perf_counter_ns()
+            for chunk in reversed(plan.chunks):
+                with ledger.hooks_held_back():
                     passes.sweep(chunk)
-                    yield passes.state("sweep", chunk)
+                yield passes.state("sweep", chunk)
+            passes.phase_ended("sweep", start)
             passes.finish()
             watch.mark("end")
         return StepResult(passes.loss(), batch.num_label_tokens, watch.peak_memory(), watch.timings)
@@ -194,9 +217,9 @@ class Engine:
     @contextmanager
     def _work(self, ledger: GradientLedger | None) -> Iterator[None]:
         """A step from begin to end: settled if it ends, undone if it is abandoned or raises."""
-        self._refuse_if_busy()  # another step may have begun since the arguments were checked
+        self._refuse_unless_ready()  # things may have changed since the arguments were checked
         before = RandomState.capture(self._model.device)
-        self._busy = True
+        _AT_WORK.add(self._model.whole)
         try:
             if ledger is not None:
                 ledger.open()
@@ -207,27 +230,19 @@ class Engine:
                 ledger.roll_back()
             raise
         finally:
-            self._busy = False
+            _AT_WORK.discard(self._model.whole)
         if ledger is not None:
             ledger.commit()
 
     def _prepare(self, *arguments: Any) -> tuple[Batch, ChunkPlan, list[LayerAttention]]:
         """Check the engine's state and a step's arguments; plan its chunks and attention."""
-        if self._closed:
-            raise RuntimeError("this engine is closed; make a new oomb.Engine(model, ...)")
-        self._refuse_if_busy()
-        if torch.is_autocast_enabled(self._model.device.type):
-            raise RuntimeError(
-                "the engine computes in the model's own dtype, but autocast is on; leave the "
-                "autocast block, and load the model in the dtype you want"
-            )
-        if self._model.whole.training:
-            dropping = [layer.name for layer in self._facts.layers if layer.dropout > 0]
-            if dropping:
+        self._refuse_unless_ready()
+        for layer in self._facts.layers:
+            if layer.module.training and layer.dropout > 0:
                 raise ValueError(
-                    f"attention dropout must be 0 in training, got "
-                    f"{self._facts.layers[0].dropout} in {dropping[0]}; set "
-                    "config.attention_dropout=0 when loading the model, or call model.eval()"
+                    f"attention dropout must be 0 in training, got {layer.dropout} in "
+                    f"{layer.name}; set config.attention_dropout=0 when loading the model, or "
+                    "call model.eval()"
                 )
         batch = check_batch(
             *arguments,
@@ -237,10 +252,26 @@ class Engine:
         )
         return batch, self._plan(self.config, batch), self._attention(batch)
 
-    def _refuse_if_busy(self) -> None:
-        if self._busy:
+    def _refuse_unless_ready(self) -> None:
+        """Refuse to work when closed, when a step is under way, or on a model that has changed."""
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new oomb.Engine(model, ...)")
+        self._refuse_if_busy()
+        if _signature(self._model.whole) != self._signature:
             raise RuntimeError(
-                "an iter_step of this engine is under way; finish or close its generator first"
+                "the model's parameters changed dtype or device after the engine was attached; "
+                "close it and make a new oomb.Engine(model, ...)"
+            )
+        if torch.is_autocast_enabled(self._model.device.type):
+            raise RuntimeError(
+                "the engine computes in the model's own dtype, but autocast is on; leave the "
+                "autocast block, and load the model in the dtype you want"
+            )
+
+    def _refuse_if_busy(self) -> None:
+        if self._model.whole in _AT_WORK:
+            raise RuntimeError(
+                "an iter_step on this model is under way; finish or close its generator first"
             )
 
     @staticmethod
@@ -292,3 +323,8 @@ class Engine:
         passes = Passes(self._installed, config, batch, plan, self._attention(batch))
         hidden = [passes.evaluate(chunk) for chunk in plan.chunks]
         return torch.cat(hidden, dim=1), passes.loss()
+
+
+def _signature(model: torch.nn.Module) -> set[tuple[torch.device, torch.dtype]]:
+    """Where a model's parameters lie and in which dtypes."""
+    return {(p.device, p.dtype) for p in model.parameters()}

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Parameters whose gradient holds part of an abandoned step, until it is zeroed.
+# Gradients that hold part of an abandoned step, until they are zeroed.
 _INCOMPLETE = WeakTensorKeyDictionary()
+# Parameters whose grad_dtype is changed, and what it was.
+_FORMER_DTYPES = WeakTensorKeyDictionary()
 
 
 class GradientLedger:
     """Prepares `.grad` for a step, and settles it at the end: kept whole, or as it was before.
 
-    Hooks of `register_post_accumulate_grad_hook` would fire once per chunk; they are held back and
-    called once, when the gradient is complete.
+    Hooks of `register_post_accumulate_grad_hook` would fire once per chunk; they are held back
+    while a chunk is computed, and called once, when the gradient is complete.
     """
 
     def __init__(self, model: torch.nn.Module, grad_dtype: torch.dtype, *, restore: bool) -> None:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._grad_dtype = grad_dtype
         self._restore = restore
-        self._before: dict[str, torch.Tensor | None] = {}
-        self._hooks: dict[str, dict[int, Callable]] = {}
+        self._before: dict[str, tuple[torch.Tensor, int] | None] = {}
 
     def check(self) -> None:
         """Refuse a model whose gradients cannot take a step; nothing is changed.
@@ -47,15 +48,14 @@ class GradientLedger:
                 )
             grad, dtype = parameter.grad, self._dtype(parameter)
             if grad is None:
-                _INCOMPLETE.pop(parameter, None)
                 continue
-            if parameter in _INCOMPLETE:
+            if grad in _INCOMPLETE:
                 if bool(grad.count_nonzero()):
                     raise RuntimeError(
                         f"the gradient of {name} holds part of a step that did not finish; zero "
                         "the gradients before the next step (or use restore_grads=True)"
                     )
-                del _INCOMPLETE[parameter]
+                del _INCOMPLETE[grad]
             if grad.dtype != dtype:
                 raise TypeError(
                     f"the gradient of {name} must have dtype {dtype} (grad_dtype), got "
@@ -63,51 +63,77 @@ class GradientLedger:
                 )
 
     def open(self) -> None:
-        """Make parameters accumulate in the wanted dtype, and hold their hooks back."""
+        """Make parameters accumulate in the wanted dtype, beside what is there or onto it."""
+        self.check()  # things may have changed since the step's arguments were checked
         for name, parameter in self._parameters.items():
-            self._before[name] = parameter.grad
-            if parameter.grad is not None and self._restore:
+            grad = parameter.grad
+            self._before[name] = None if grad is None else (grad, grad._version)
+            if self._restore:
                 parameter.grad = None
             if parameter.grad is None:
-                parameter.grad_dtype = self._dtype(parameter)
+                _set_grad_dtype(parameter, self._dtype(parameter))
+
+    @contextmanager
+    def hooks_held_back(self) -> Iterator[None]:
+        """While a chunk is computed, no post-accumulate hook fires."""
+        held = []
+        for parameter in self._parameters.values():
             hooks = parameter._post_accumulate_grad_hooks
             if hooks:
-                self._hooks[name] = dict(hooks)
+                held.append((hooks, dict(hooks)))
                 hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, former in held:
+                hooks.update(former)
 
     def commit(self) -> None:
         """The step is whole: add what was set aside, and call the hooks that waited."""
+        reached = [n for n, p in self._parameters.items() if self._was_reached(n, p)]
         for name, parameter in self._parameters.items():
             before = self._before[name]
             if self._restore and before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-        self._give_hooks_back()
-        for name in self._hooks:
-            parameter = self._parameters[name]
-            if parameter.grad is not None:
-                for hook in list(parameter._post_accumulate_grad_hooks.values()):
+                grad = parameter.grad
+                parameter.grad = before[0] if grad is None else before[0].add_(grad)
+        with torch.no_grad():  # as autograd calls them
+            for name in reached:
+                parameter = self._parameters[name]
+                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                     hook(parameter)
 
     def roll_back(self) -> None:
         """The step was abandoned: undo what can be undone, and mark the rest."""
         for name, parameter in self._parameters.items():
-            before = self._before[name]
+            before = self._before.get(name)
             if before is None or self._restore:
-                parameter.grad = before
-            else:
-                _INCOMPLETE[parameter] = True
-        self._give_hooks_back()
+                parameter.grad = None if before is None else before[0]
+                give_back_grad_dtype(parameter)
+            elif self._was_reached(name, parameter):
+                _INCOMPLETE[parameter.grad] = True
 
-    def _give_hooks_back(self) -> None:
-        for name, hooks in self._hooks.items():
-            self._parameters[name]._post_accumulate_grad_hooks.update(hooks)
+    def _was_reached(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether the step added to a parameter's gradient."""
+        grad, before = parameter.grad, self._before[name]
+        if grad is None or before is None:
+            return grad is not None
+        return grad is not before[0] or grad._version != before[1]
 
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return torch.promote_types(parameter.dtype, self._grad_dtype)
 
 
-def restore_grad_dtypes(dtypes: list[tuple[torch.Tensor, Any]]) -> None:
-    """Give parameters without a gradient their former `grad_dtype`; gradients stay the user's."""
-    for parameter, dtype in dtypes:
-        if parameter.grad is None:
-            parameter.grad_dtype = dtype
+def _set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    if parameter.grad_dtype != dtype:
+        if parameter not in _FORMER_DTYPES:
+            _FORMER_DTYPES[parameter] = parameter.grad_dtype
+        parameter.grad_dtype = dtype
+
+
+def give_back_grad_dtype(parameter: torch.Tensor) -> None:
+    """Undo the change of a parameter's `grad_dtype`.
+
+    One that holds a gradient is left alone: torch lets no gradient stand under another dtype.
+    """
+    if parameter.grad is None and parameter in _FORMER_DTYPES:
+        parameter.grad_dtype = _FORMER_DTYPES.pop(parameter)

@@ -89,7 +89,9 @@ class CausalLM:
 
     def hidden_states(self, ids: torch.Tensor, positions: torch.Tensor, **extra: Any) -> Any:
         """The base model's output for token ids [B, n] at positions [B, n], without a cache."""
-        return self.base(input_ids=ids, position_ids=positions, use_cache=False, **extra)
+        return self.base(
+            input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, **extra
+        )
 
     @contextmanager
     def head(self, output_class: type) -> Iterator[Callable[[torch.Tensor, torch.Tensor], Any]]:
@@ -105,7 +107,8 @@ class CausalLM:
 
         def logits(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             given[:] = [hidden]
-            return self.whole(input_ids=ids, use_cache=False, **self.no_router).logits
+            output = self.whole(input_ids=ids, use_cache=False, return_dict=True, **self._no_router)
+            return output.logits
 
         with Switch() as switch:
             switch.set(self.base, "forward", stub)
@@ -113,7 +116,7 @@ class CausalLM:
             given.clear()
 
     @property
-    def no_router(self) -> dict[str, bool]:
+    def _no_router(self) -> dict[str, bool]:
         """Keywords that keep a mixture-of-experts head from asking for router logits."""
         has_router = hasattr(self.whole.config, "output_router_logits")
         return {"output_router_logits": False} if has_router else {}
@@ -146,12 +149,12 @@ class Switch:
             self._undo.pop()()
 
 
-def find_causal_lm(model: Any) -> CausalLM:
-    """The causal language model in what the user passed: the model itself, or inside PEFT's.
+def unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model in what the user passed: the model itself, or inside PEFT's.
 
     Raises:
         TypeError: it is no transformers model.
-        ValueError: it is not a causal language model whose parameters lie on one device.
+        ValueError: it has no language-model head, or its parameters lie on several devices.
     """
     whole = model
     if getattr(model, "peft_config", None) and hasattr(model, "get_base_model"):
@@ -167,9 +170,7 @@ def find_causal_lm(model: Any) -> CausalLM:
             f"model must be a transformers causal language model, got {type(model).__name__}; "
             "load it with AutoModelForCausalLM"
         )
-    base = whole.base_model
-    head = whole.get_output_embeddings()
-    if whole.config.is_encoder_decoder or base is whole or head is None:
+    if whole.config.is_encoder_decoder or whole.get_output_embeddings() is None:
         raise ValueError(
             f"model must be a causal language model with a head, got {type(whole).__name__}; "
             "load it with AutoModelForCausalLM"
@@ -177,7 +178,7 @@ def find_causal_lm(model: Any) -> CausalLM:
     devices = sorted({str(p.device) for p in whole.parameters()})
     if len(devices) != 1 or devices[0] == "meta":
         raise ValueError(f"model must lie on one device, got parameters on {', '.join(devices)}")
-    return CausalLM(whole, base)
+    return whole
 
 
 def layer_of(model: nn.Module, attention: nn.Module) -> nn.Module:

@@ -27,10 +27,10 @@ class RouterBalance:
 
     def __init__(self, settings: RouterSettings, device: torch.device) -> None:
         self._settings = settings
-        # fp32 like transformers: counts are exact up to 2^24, and the shares round alike
-        self._choices = torch.zeros(settings.num_experts, dtype=torch.float32, device=device)
+        # whole numbers: from 2^24 on, adding 1 to an fp32 count does nothing
+        self._choices = torch.zeros(settings.num_experts, dtype=torch.int64, device=device)
         # a plain number while nothing is masked, like transformers': x / number rounds differently
-        self._tokens: float | torch.Tensor = 0.0
+        self._tokens: int | torch.Tensor = 0
 
     def count(self, logits: tuple[torch.Tensor, ...], real: torch.Tensor | None) -> None:
         """Count a chunk's choices.
@@ -42,9 +42,8 @@ class RouterBalance:
         for layer in logits:
             chosen = layer.detach().softmax(-1).topk(self._settings.top_k, dim=-1).indices
             weights = self._weights(layer, real)
-            self._choices.index_add_(
-                0, chosen.flatten(), weights.repeat_interleave(self._settings.top_k)
-            )
+            repeated = weights.repeat_interleave(self._settings.top_k)
+            self._choices.index_add_(0, chosen.flatten(), repeated)
             self._tokens = self._tokens + (layer.shape[0] if real is None else weights.sum())
 
     def mass(self, logits: tuple[torch.Tensor, ...], real: torch.Tensor | None) -> torch.Tensor:
@@ -58,14 +57,17 @@ class RouterBalance:
 
         The loss is linear in the mass: chunks' losses add up to the whole sequence's.
         """
-        share = self._choices / self._tokens
+        tokens = self._tokens
+        tokens = tokens.to(torch.float32) if isinstance(tokens, torch.Tensor) else float(tokens)
+        share = self._choices.to(torch.float32) / tokens  # fp32, rounded as transformers rounds it
         scale = self._settings.coefficient * self._settings.num_experts
-        return scale * (share * (mass / self._tokens)).sum()
+        return scale * (share * (mass / tokens)).sum()
 
     def _weights(self, layer: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        """1 for each real token, 0 for padding: int64 [B * n]."""
         if real is None:
-            return self._choices.new_ones(layer.shape[0])
-        return real.flatten().to(torch.float32)
+            return torch.ones(layer.shape[0], dtype=torch.int64, device=layer.device)
+        return real.flatten().long()
 
 
 def _probabilities(logits: torch.Tensor) -> torch.Tensor:

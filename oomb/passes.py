@@ -26,11 +26,9 @@ from oomb.config import EngineConfig
 from oomb.installed import InstalledModel
 from oomb.loss import block_size, chunk_loss, chunk_loss_and_gradient
 from oomb.moe import RouterBalance
-from oomb.profiling.stage import place, stage
+from oomb.profiling.stage import Place, place, stage
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, Phase
-
-SEGMENT_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ class Passes:
         batch: checked arguments.
         plan: its chunks.
         attention: how each layer attends to this batch.
+        step: number of the step, for events.
     """
 
     def __init__(
@@ -59,7 +58,9 @@ class Passes:
         batch: Batch,
         plan: ChunkPlan,
         attention: list[LayerAttention],
+        step: int = 0,
     ) -> None:
+        self._step = step
         self._installed = installed
         self._model, self._facts = installed.model, installed.facts
         self._config, self._batch, self._plan = config, batch, plan
@@ -173,11 +174,12 @@ class Passes:
             bytes_alive=MappingProxyType(alive),
         )
 
-    @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
-        """Around a whole pass."""
-        with place(name, None, self._on_event), stage("phase"):
-            yield
+    def phase_ended(self, name: Phase, start_ns: int) -> None:
+        """Tell the recorder of a whole pass.
+
+        No stage stays open around it: a caller may halt between chunks for as long as it likes.
+        """
+        Place(self._step, name, None, self._on_event).emit("phase", None, start_ns)
 
     @property
     def _scale(self) -> float:
@@ -192,7 +194,7 @@ class Passes:
         """The engine is inside the model, at this chunk, until the chunk's backward has ended."""
         self._phase, self._chunk = phase, chunk
         with (
-            place(name or phase, chunk.index, self._on_event),
+            place(name or phase, chunk.index, self._on_event, self._step),
             stage("chunk"),
             self._installed.switched_in(self._attend),
         ):
@@ -217,6 +219,11 @@ class Passes:
     ) -> torch.Tensor:
         """The model's attention: q [B, H, n, D], k and v [B, G, n, D] -> [B, n, H, D]."""
         layer = self._installed.numbers[module]
+        if dropout:  # switched on after the engine was attached
+            raise ValueError(
+                f"attention dropout must be 0 in training, got {dropout} in "
+                f"{self._facts.layers[layer].name}; set it to 0 or call model.eval()"
+            )
         call = LayerCall(
             layer=layer,
             scale=scale,
@@ -269,6 +276,6 @@ class Passes:
 
 
 def _segment_pages(config: EngineConfig, plan: ChunkPlan) -> int:
-    """Long segments make few kernel calls; a short sequence gets no more than it needs."""
-    wanted = config.segment_pages or -(-SEGMENT_TOKENS // config.page_size)
+    """As configured, else a chunk's pages; a short sequence gets no more than it needs."""
+    wanted = config.segment_pages or config.chunk_size // config.page_size
     return max(1, min(wanted, max(plan.pages_per_row)))

@@ -7,14 +7,14 @@ else is refused here by name, before any work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -77,34 +77,68 @@ class ModelFacts:
     experts: bool
 
 
-def probe_model(model: CausalLM) -> ModelFacts:
-    """Look at a model's configuration and at one small forward.
+def probe_model(whole: PreTrainedModel) -> tuple[CausalLM, ModelFacts]:
+    """Look at a model's configuration and at small forwards.
 
     Raises:
         ValueError: chunk recurrence would not be exact, or is not built; the message names why.
     """
-    _refuse_by_config(model)
+    _refuse_by_config(whole)
+    model = CausalLM(whole, _find_base(whole))
     layers, output_class = _watch_attention(model)
-    config = model.whole.config.get_text_config()
+    config = whole.config.get_text_config()
     experts = any(getattr(config, key, None) for key in ("num_experts", "num_local_experts"))
-    return ModelFacts(layers, output_class, _router(model), _learned_positions(model), experts)
+    facts = ModelFacts(layers, output_class, _router(model), _learned_positions(model), experts)
+    return model, facts
 
 
-def _refuse_by_config(model: CausalLM) -> None:
-    name = type(model.whole).__name__
-    if model.whole.loss_function is not ForCausalLMLoss:
+def _find_base(whole: PreTrainedModel) -> nn.Module:
+    """The module that a model's own forward asks for hidden states.
+
+    Usually `base_model`; some families call the decoder inside it.
+    """
+    called: list[nn.Module] = []
+    handles = [
+        module.register_forward_pre_hook(lambda module, _: called.append(module))
+        for module in (whole.base_model, whole.get_decoder())
+        if module is not whole
+    ]
+    ids = torch.zeros((1, 1), dtype=torch.int64, device=next(whole.parameters()).device)
+    try:
+        with without_traces(whole, training=False):
+            whole(input_ids=ids, use_cache=False, return_dict=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not called:
         raise ValueError(
-            f"{name} trains on its own loss {model.whole.loss_function.__name__}; the engine "
+            f"model must be a causal language model with a head over a base model, but "
+            f"{type(whole).__name__}.forward calls no base model; load it with "
+            "AutoModelForCausalLM"
+        )
+    return called[0]
+
+
+def _refuse_by_config(whole: PreTrainedModel) -> None:
+    name = type(whole).__name__
+    if whole.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"{name} trains on its own loss {whole.loss_function.__name__}; the engine "
             "computes transformers' ForCausalLMLoss only"
         )
-    config = model.whole.config.get_text_config()
+    config = whole.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or ()) - PLAIN_LAYER_TYPES
     if types:
         raise ValueError(
             f"{name} has layers of type {', '.join(sorted(types))}; the engine supports "
             "full_attention and sliding_attention layers only"
         )
-    for path, module in model.whole.named_modules():
+    if getattr(config, "layerdrop", 0):
+        raise ValueError(
+            f"{name} leaves layers out at random in training (layerdrop={config.layerdrop}); set "
+            "config.layerdrop=0"
+        )
+    for path, module in whole.named_modules():
         kind = type(module).__name__
         if isinstance(module, nn.Conv1d) or any(word in kind for word in ("Mamba", "SSM", "Rwkv")):
             raise ValueError(
@@ -128,8 +162,17 @@ def _mask_functions_visible(seen: dict[int, Callable]):
     """
     tokens = []
 
-    def note(*args: Any, mask_function: Callable, **kwargs: Any) -> torch.Tensor:
-        token = torch.empty(0)
+    def note(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        *args: Any,
+        mask_function: Callable,
+        device: Any = "cpu",
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        # a real mask, for models that add it to their scores themselves and are refused for that
+        token = torch.zeros((batch_size, 1, q_length, kv_length), device=device)
         tokens.append(token)  # keeps its id from being used again
         seen[id(token)] = mask_function
         return token
@@ -169,9 +212,7 @@ def _watch_attention(model: CausalLM) -> tuple[list[AttentionLayer], type]:
     positions = torch.arange(2, device=model.device)[None]
     modules = list(model.whole.modules())
     with (
-        torch.no_grad(),
-        training_mode(model.whole, True),  # attention reports its dropout in training only
-        torch.random.fork_rng(_cuda_devices(model.device)),
+        without_traces(model.whole, training=True),  # attention tells its dropout in training only
         model.attention_by(modules, handler),
         _mask_functions_visible(masks),
     ):
@@ -201,6 +242,11 @@ def _window(
     """The layer's sliding window: transformers' mask is the truth, keywords are only candidates."""
     if mask_function is None:
         return None  # no mask was built: plain causal, or the comparison with the whole run tells
+    if keyword is not None and keyword < 1:
+        raise ValueError(
+            f"attention module {name} must have a sliding window of at least 1 token, got "
+            f"{keyword}; set config.sliding_window=None to see all tokens"
+        )
     candidates = {None, keyword, getattr(model.whole.config, "sliding_window", None)}
     for window in sorted(candidates, key=lambda w: (w is not None, w or 0)):
         if _mask_equals(mask_function, window):
@@ -214,15 +260,19 @@ def _window(
 def _mask_equals(mask_function: Callable, window: int | None) -> bool:
     """Compare a mask with causal, or with a window, on sampled (query, key) pairs."""
     generator = torch.Generator().manual_seed(0)
-    far = torch.randint(0, 1 << 20, (256,), generator=generator)
-    near = torch.arange(96).repeat_interleave(96)
+    far = torch.randint(0, 1 << 20, (256,), generator=generator, device="cpu")
+    near = torch.arange(96, device="cpu").repeat_interleave(96)
     queries = torch.cat([far, far, near])
     keys = torch.cat(
-        [far[torch.randperm(256, generator=generator)], far, near.view(96, 96).T.flatten()]
+        [
+            far[torch.randperm(256, generator=generator, device="cpu")],
+            far,
+            near.view(96, 96).T.flatten(),
+        ]
     )
     for step in (window - 1, window, window + 1) if window else ():
         queries, keys = torch.cat([queries, far + step]), torch.cat([keys, far])
-    zero = torch.zeros((), dtype=torch.int64)
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
     visible = torch.as_tensor(mask_function(zero, zero, queries, keys))
     expected = keys <= queries
     if window is not None:
@@ -255,6 +305,64 @@ def _learned_positions(model: CausalLM) -> int | None:
     return None
 
 
+def _probe_tokens(model: CausalLM, facts: ModelFacts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random token ids and their positions, each [1, n]."""
+    tokens = min(PROBE_TOKENS, facts.max_positions or PROBE_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.vocab_size, (1, tokens), generator=generator, device="cpu")
+    return ids.to(model.device), torch.arange(tokens, device=model.device)[None]
+
+
+def refuse_other_channels(model: CausalLM, facts: ModelFacts) -> None:
+    """With attention cut off, a token's output must depend on that token and its position alone.
+
+    Unlike a comparison of runs this does not drown in rounding: tokens computed at the same place
+    of the same shape have the same bits, whatever stands beside them.
+
+    Args:
+        model: the model.
+        facts: what the probe found.
+
+    Raises:
+        ValueError: a token's output depends on another token, or on where the call begins.
+    """
+    ids, positions = _probe_tokens(model, facts)
+    middle = ids.shape[1] // 2
+    other = ids.clone()
+    other[0, middle] = (ids[0, middle] + 1) % model.vocab_size
+
+    def own_token_only(module, query, *rest):
+        return query.transpose(1, 2)
+
+    def run(ids: torch.Tensor, at: slice) -> torch.Tensor:
+        return model.hidden_states(ids[:, at], positions[:, at]).last_hidden_state[0].double()
+
+    with (
+        without_traces(model.whole, training=False),
+        model.attention_by([layer.module for layer in facts.layers], own_token_only),
+    ):
+        whole, changed = run(ids, slice(None)), run(other, slice(None))
+        halves = torch.cat([run(ids, slice(0, middle)), run(ids, slice(middle, None))])
+    sizes = whole.norm(dim=-1)
+    leak = (changed - whole).norm(dim=-1) / sizes
+    leak[middle] = 0.0
+    split = (halves - whole).norm(dim=-1) / sizes
+    usual = _rounding(model.whole).usual
+    # Experts are batched by what tokens choose, so a token's rounding may depend on the others.
+    allowed_leak = usual if facts.experts else 0.0
+    for difference, allowed, cause in (
+        (leak.max(), allowed_leak, "another token changes"),
+        (split.median() if facts.experts else split.max(), usual / 4, "a call begins elsewhere"),
+    ):
+        if not difference <= allowed:
+            raise ValueError(
+                f"{type(model.whole).__name__} changes a token's output by {float(difference):.1e} "
+                f"when {cause}, with attention cut off (at most {allowed:.0e} expected): its "
+                "tokens see each other in some way beside attention, so chunk recurrence would "
+                "not be exact"
+            )
+
+
 def compare_with_whole_run(model: CausalLM, facts: ModelFacts, run: RunByEngine) -> None:
     """Run random tokens whole, by the engine in one chunk, and in small chunks.
 
@@ -271,18 +379,12 @@ def compare_with_whole_run(model: CausalLM, facts: ModelFacts, run: RunByEngine)
     Raises:
         ValueError: the runs disagree.
     """
-    tokens = min(PROBE_TOKENS, facts.max_positions or PROBE_TOKENS)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.vocab_size, (1, tokens), generator=generator).to(model.device)
-    positions = torch.arange(tokens, device=model.device)[None]
-    with (
-        torch.no_grad(),
-        training_mode(model.whole, False),
-        torch.random.fork_rng(_cuda_devices(model.device)),
-    ):
+    ids, positions = _probe_tokens(model, facts)
+    tokens = ids.shape[1]
+    with without_traces(model.whole, training=False):
         whole = (
             model.hidden_states(ids, positions).last_hidden_state,
-            model.whole(input_ids=ids, labels=ids, use_cache=False).loss,
+            model.whole(input_ids=ids, labels=ids, use_cache=False, return_dict=True).loss,
         )
         one_chunk, chunks = run(ids, in_chunks=False), run(ids, in_chunks=True)
     rounding = _rounding(model.whole)
@@ -340,16 +442,17 @@ def _bits(dtype: torch.dtype) -> int:
 
 
 @contextmanager
-def training_mode(model: nn.Module, training: bool):
-    """Put every module into training or evaluation mode, and back exactly as each was."""
+def without_traces(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run a model without gradients, in training or evaluation mode, and leave it as it was.
+
+    Every module's mode comes back, and so do the random generators.
+    """
+    device = next(model.parameters()).device
     before = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was in before.items():
-            module.training = was
-
-
-def _cuda_devices(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model.train(training)
+        try:
+            yield
+        finally:
+            for module, was in before.items():
+                module.training = was

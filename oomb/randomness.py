@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from oomb.profiling.live_bytes import category
-
 
 @dataclass(frozen=True)
 class RandomState:
@@ -20,9 +18,8 @@ class RandomState:
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
         """Read the states now. On CUDA this reads the generator's host side: no synchronisation."""
-        with category("random_states"):
-            cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-            return cls(device, torch.get_rng_state(), cuda)
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(device, torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
         """Set the generators back to this state."""

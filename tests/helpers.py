@@ -166,8 +166,8 @@ def chunked_run(
     model.zero_grad(set_to_none=True)
     with oomb.Engine(model, config) as engine:
         result = engine.step(ids, **arguments)
-    grads = gradients(model)
-    model.zero_grad(set_to_none=True)
+        grads = gradients(model)
+        model.zero_grad(set_to_none=True)
     return result.loss.double(), grads
 
 

@@ -5,7 +5,7 @@ by exp(log-sum-exp); its backward is a sum over the parts once the final output 
 known. So history may come in any number of segments, from anywhere, in any order.
 
 Shapes: B rows, H query heads, G key/value heads, N queries, S keys, D head dim. The state is
-out [B, N, H, D], normalised, and lse [B, H, N], natural log, both fp32 (fp64 for fp64 models).
+out [B, N, H, D], normalised, in fp32 (fp64 for fp64 models), and lse [B, H, N], natural log.
 """
 
 from __future__ import annotations
@@ -81,15 +81,16 @@ def merge(
 
     Args:
         out: state [B, H, N, D] (a view is fine).
-        lse: state [B, H, N]; -inf where nothing was added yet.
+        lse: state [B, H, N] in fp64, since every merge rounds it once and the output is
+            normalised by it; -inf where nothing was added yet.
         part_out: the part's output [B, H, N, D], any float dtype.
         part_lse: the part's log-sum-exp [B, H, N]; -inf where it holds no visible key.
     """
     total = torch.logaddexp(lse, part_lse)
     # A query that has seen nothing yet has total = -inf; exp(-inf - 0) is the 0 it should weigh.
     safe = total.masked_fill(total == float("-inf"), 0.0)
-    out.mul_(torch.exp(lse - safe)[..., None])
-    out.addcmul_(part_out.to(out.dtype), torch.exp(part_lse - safe)[..., None].to(out.dtype))
+    out.mul_(torch.exp(lse - safe).to(out.dtype)[..., None])
+    out.addcmul_(part_out.to(out.dtype), torch.exp(part_lse - safe).to(out.dtype)[..., None])
     lse.copy_(total)
 
 
@@ -117,6 +118,10 @@ def choose_backend(
     """
     from oomb.attention.impl import library, reference
 
+    if name not in ("auto", "library", "reference"):
+        raise ValueError(
+            f"attention_backend must be 'auto', 'library' or 'reference', got {name!r}"
+        )
     if name == "reference":
         return reference.ReferenceBackend()
     obstacle = library.obstacle(device, dtype, head_dims, deterministic=deterministic)

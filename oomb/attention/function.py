@@ -59,7 +59,7 @@ def attend(
     wide = torch.promote_types(q.dtype, torch.float32)
     state = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=wide)
     out = state.transpose(1, 2)
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float64)
     with stage("attention", call.layer):
         for own in call.chunk.own:
             rows, at = slice(*own.rows), slice(own.start, own.stop)
@@ -73,7 +73,7 @@ def attend(
             rows, at = slice(read.row, read.row + 1), slice(read.start, read.stop)
             part = call.backend.forward(q[rows, :, at], segment.k, segment.v, call.scale, mask)
             merge(out[rows, :, at], lse[rows, :, at], *part)
-    return state.to(q.dtype), lse
+    return state.to(q.dtype), lse.to(wide)
 
 
 def attend_backward(
@@ -104,7 +104,7 @@ def attend_backward(
     grad_q = torch.zeros_like(q, dtype=wide)
     grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))
     grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
-    with stage("attention", call.layer, backward=True):
+    with stage("attention", call.layer):
         for write in call.chunk.writes:
             done = write.start
             for segment in call.history.segments(call.layer, write.row, write.first, write.last):

@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.current_by: dict[str, int] = defaultdict(int)
         self.peak_by: dict[str, int] = defaultdict(int)
-        self._seen: set[int] = set()
+        self._seen: dict[int, _Storage] = {}
 
     @property
     def current(self) -> int:
@@ -61,29 +62,45 @@ class LiveBytes(TorchDispatchMode):
         self.peak_by = defaultdict(int, self.current_by)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What existed before the operator is an input (parameters, data) and is not ours to count.
-        for leaf in tree_iter((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                self._note(leaf, new=False)
+        # What existed before the operator is an input (parameters, data) and is not ours to count,
+        # except the tensor that torch.tensor(...) has just made out of sight.
+        made_now = func is torch.ops.aten.lift_fresh.default
+        for tensor in _strided((args, kwargs)):
+            self._note(tensor, new=made_now)
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
-            if isinstance(leaf, torch.Tensor):
-                self._note(leaf, new=True)
+        for tensor in _strided(result):
+            self._note(tensor, new=True)
         return result
 
     def _note(self, tensor: torch.Tensor, *, new: bool) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        name, size = (_current_category, storage.nbytes()) if new else (None, 0)
-        if name is not None:
-            self.current_by[name] += size
+        key, size = storage._cdata, storage.nbytes()
+        known = self._seen.get(key)
+        if known is None:
+            known = self._seen[key] = _Storage(_current_category if new else None)
+            weakref.finalize(storage, self._forget, key).atexit = False
+        if known.category is not None and size != known.size:  # new, or resized
+            name = known.category
+            self.current_by[name] += size - known.size
             self.peak_by[name] = max(self.peak_by[name], self.current_by[name])
-        weakref.finalize(storage, self._forget, key, name, size).atexit = False
+            known.size = size
 
-    def _forget(self, key: int, name: str | None, size: int) -> None:
-        self._seen.discard(key)
-        if name is not None:
-            self.current_by[name] -= size
+    def _forget(self, key: int) -> None:
+        gone = self._seen.pop(key)
+        if gone.category is not None:
+            self.current_by[gone.category] -= gone.size
+
+
+@dataclass
+class _Storage:
+    """A storage met so far: its category, None if it is not ours, and the bytes counted for it."""
+
+    category: str | None
+    size: int = 0
+
+
+def _strided(tree: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a tree of arguments that own ordinary memory: not sparse, not on `meta`."""
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
+            yield leaf

@@ -21,6 +21,8 @@ import torch
 from oomb.profiling.stage import KINDS, Event
 
 FORMAT_VERSION = 1
+MAX_HEADER_BYTES = 1 << 20
+NPY_HEADER_BYTES = 4096
 PHASES = ("fill", "sweep", "evaluate")
 NONE = -1
 COLUMNS: dict[str, str] = {
@@ -40,19 +42,16 @@ class Recorder:
     """Collects the engine's events; pass it as `EngineConfig(recorder=...)`.
 
     Attributes:
-        events: (step, event) pairs in order of their end.
+        events: in order of their end.
         notes: free facts for the header, such as model and context.
     """
 
-    events: list[tuple[int, Event]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
-    _step: int = 0
 
     def on_event(self, event: Event) -> None:
-        """Take one event; the container `phase` of a sweep closes a step."""
-        self.events.append((self._step, event))
-        if event.kind == "phase" and event.phase == "sweep":
-            self._step += 1
+        """Take one event."""
+        self.events.append(event)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the recording. The file appears whole or not at all.
@@ -64,11 +63,12 @@ class Recorder:
         path = Path(path)
         header = {
             "format": FORMAT_VERSION,
-            "source": "cuda" if torch.cuda.is_available() else "cpu",
+            "source": "cuda" if torch.cuda.is_initialized() else "cpu",
             "clock": "host",
             "kinds": list(KINDS),
             "phases": list(PHASES),
             "torch": torch.__version__,
+            "events": len(self.events),
             "notes": self.notes,
         }
         text = json.dumps(header, indent=1)
@@ -93,14 +93,14 @@ class Recorder:
             (
                 event.t_ns,
                 event.dur_ns,
-                step,
+                number(event.step),
                 PHASES.index(event.phase) if event.phase else NONE,
                 number(event.chunk),
                 number(event.layer),
                 KINDS.index(event.kind),
                 event.backward,
             )
-            for step, event in self.events
+            for event in self.events
         ]
         columns = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
         return {
@@ -120,7 +120,10 @@ class Recording:
         return len(self.columns["t_ns"])
 
     def seconds(self, kind: str, phase: str | None = None) -> float:
-        """Total host seconds of one kind of stage, in one phase or in all."""
+        """Total host seconds of one kind of stage, in one phase or in all.
+
+        Stages nest: `layer` holds `projection` and `mlp`, and `projection` holds `attention`.
+        """
         chosen = self.columns["kind"] == self.header["kinds"].index(kind)
         if phase is not None:
             chosen &= self.columns["phase"] == self.header["phases"].index(phase)
@@ -131,26 +134,47 @@ def load_recording(path: str | os.PathLike) -> Recording:
     """Read a `run.oomb` file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not a recording, or of a newer format.
+        OSError: the file does not exist or cannot be read.
+        ValueError: the file is not a recording, is damaged, or is of a newer format.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            header = json.loads(archive.read("header.json"))
-            if header["format"] > FORMAT_VERSION:
-                raise ValueError(
-                    f"{path} has recording format {header['format']}, this version reads up to "
-                    f"{FORMAT_VERSION}; update oomb"
-                )
-            names = set(archive.namelist())
-            columns = {
-                name: np.load(io.BytesIO(archive.read(f"events/{name}.npy")), allow_pickle=False)
-                for name in COLUMNS
-                if f"events/{name}.npy" in names
-            }
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ValueError(f"{path} is not an oomb recording: {error}") from error
-    missing = {"t_ns", "dur_ns", "kind", "phase"} - columns.keys()
-    if missing or len({len(column) for column in columns.values()}) != 1:
-        raise ValueError(f"{path} is damaged: missing or uneven columns {sorted(missing)}")
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                return _read(archive)
+        except _NewerFormatError as error:
+            raise ValueError(f"{path} {error}") from None
+        except Exception as error:  # a damaged zip raises nearly anything
+            raise ValueError(f"{path} is damaged or no oomb recording: {error}") from error
+
+
+class _NewerFormatError(ValueError):
+    """Written by a later version."""
+
+
+def _read(archive: zipfile.ZipFile) -> Recording:
+    if archive.getinfo("header.json").file_size > MAX_HEADER_BYTES:
+        raise ValueError("its header is too large")
+    header = json.loads(archive.read("header.json"))
+    if header["format"] > FORMAT_VERSION:
+        raise _NewerFormatError(
+            f"has recording format {header['format']}, this version reads up to "
+            f"{FORMAT_VERSION}; update oomb"
+        )
+    rows, names = int(header["events"]), set(archive.namelist())
+    columns = {}
+    for name, dtype in COLUMNS.items():
+        member = f"events/{name}.npy"
+        if member not in names:
+            raise ValueError(f"it has no column {name}")
+        if archive.getinfo(member).file_size > rows * np.dtype(dtype).itemsize + NPY_HEADER_BYTES:
+            raise ValueError(f"column {name} is larger than its {rows} events")
+        column = np.load(io.BytesIO(archive.read(member)), allow_pickle=False)
+        if column.shape != (rows,) or column.dtype != np.dtype(dtype):
+            raise ValueError(
+                f"column {name} is {column.dtype} {column.shape}, not {rows} x {dtype}"
+            )
+        columns[name] = column
+    for name, words in (("kind", header["kinds"]), ("phase", header["phases"])):
+        if rows and not (columns[name].min() >= NONE and columns[name].max() < len(words)):
+            raise ValueError(f"column {name} has numbers without a name")
     return Recording(header, columns)

@@ -20,6 +20,7 @@ try:  # the package is optional: without it Nsight shows kernels but no stages
 except ImportError:
     _NVTX = None
 
+NO_BACKWARD = -1  # id of the running backward pass, where there is none
 CONTAINERS = ("phase", "chunk", "layer")
 KINDS = (*CONTAINERS, "projection", "selection", "attention", "mlp", "loss", "copy_in", "copy_out")
 KINDS += ("wait", "optimizer")
@@ -38,6 +39,7 @@ class Event:
         dur_ns: host time from start to end, nanoseconds. On a GPU the host runs ahead of the
             kernels, so this is launch time.
         backward: whether the stage ran inside a backward pass.
+        step: number of the engine's step, from 0; None outside of a step.
     """
 
     kind: str
@@ -47,53 +49,67 @@ class Event:
     t_ns: int
     dur_ns: int
     backward: bool
+    step: int | None = None
 
 
-class _Place:
-    """Where the step stands. A module global, since autograd runs backward on other threads."""
+OnEvent = Callable[[Event], None] | None
 
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step stands, and who listens."""
+
+    step: int | None = None
     phase: str | None = None
     chunk: int | None = None
-    on_event: Callable[[Event], None] | None = None
+    on_event: OnEvent = None
+
+    def emit(self, kind: str, layer: int | None, start_ns: int, backward: bool = False) -> None:
+        """Send an event that began at `start_ns` and ends now."""
+        if self.on_event is not None:
+            duration = time.perf_counter_ns() - start_ns
+            self.on_event(
+                Event(kind, self.phase, self.chunk, layer, start_ns, duration, backward, self.step)
+            )
+
+
+# A module global rather than a thread's, since autograd runs backward on threads of its own.
+_place = Place()
 
 
 @contextmanager
 def place(
-    phase: str, chunk: int | None, on_event: Callable[[Event], None] | None
+    phase: str, chunk: int | None, on_event: OnEvent, step: int | None = None
 ) -> Iterator[None]:
-    """Tell stages opened inside, on any thread, which phase and chunk they belong to."""
-    before = (_Place.phase, _Place.chunk, _Place.on_event)
-    _Place.phase, _Place.chunk, _Place.on_event = phase, chunk, on_event
+    """Stages opened inside, on any thread, belong to this phase and chunk of this step."""
+    global _place
+    before, _place = _place, Place(step, phase, chunk, on_event)
     try:
         yield
     finally:
-        _Place.phase, _Place.chunk, _Place.on_event = before
+        _place = before
 
 
 @contextmanager
-def stage(kind: str, layer: int | None = None, *, backward: bool = False) -> Iterator[None]:
+def stage(kind: str, layer: int | None = None) -> Iterator[None]:
     """Mark a part of the step.
 
     Args:
         kind: one of `KINDS`.
         layer: layer number, for stages that belong to one.
-        backward: whether this runs inside a backward pass.
 
     Raises:
         ValueError: the kind is not one of `KINDS`.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    on_event, start = _Place.on_event, time.perf_counter_ns()
+    here, start = _place, time.perf_counter_ns()
     if _NVTX is not None:
-        attributes = _NVTX.get_event_attributes(kind)
-        _NVTX.push_range(attributes)
+        _NVTX.push_range(_NVTX.get_event_attributes(kind))
     try:
         with torch.profiler.record_function(f"oomb::{kind}"):
             yield
     finally:
         if _NVTX is not None:
             _NVTX.pop_range()
-        if on_event is not None:
-            duration = time.perf_counter_ns() - start
-            on_event(Event(kind, _Place.phase, _Place.chunk, layer, start, duration, backward))
+        here.emit(kind, layer, start, backward=torch._C._current_graph_task_id() != NO_BACKWARD)

@@ -63,6 +63,7 @@ class CpuFlashBackend:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
     ) -> tuple[torch.Tensor, torch.Tensor]:
         causal = _is_causal(q, k, mask)
+        q, k, v = _dense_heads(q, k, v)
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
     def backward(
@@ -76,8 +77,10 @@ class CpuFlashBackend:
         scale: float,
         mask: Mask,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        causal = _is_causal(q, k, mask)
+        grad_out, q, k, v, out = _dense_heads(grad_out, q, k, v, out)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, _is_causal(q, k, mask), scale=scale
+            grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
         )
 
 
@@ -95,6 +98,7 @@ class CudnnBackend:
         causal = _is_causal(q, k, mask)
         if _single(q, k):
             return _single_forward(q, k, v, scale)
+        q, k, v = _dense_heads(q, k, v)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
@@ -114,6 +118,7 @@ class CudnnBackend:
         causal = _is_causal(q, k, mask)
         if _single(q, k):
             return _single_backward(grad_out, q, k, v, out, lse, scale)
+        grad_out, q, k, v, out = _dense_heads(grad_out, q, k, v, out)
         if self._no_dropout is None:  # seed and offset of a dropout that is off
             self._no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -142,6 +147,11 @@ def _is_causal(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> bool:
     assert not mask.hides_past(queries), "windows go to a backend that masks them"
     assert not mask.causal or (queries == keys and mask.offset == 0), "causal parts are square"
     return mask.causal
+
+
+def _dense_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The kernels read the head dim as adjacent numbers, and do not check that it is."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _single(q: torch.Tensor, k: torch.Tensor) -> bool:
