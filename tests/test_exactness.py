@@ -109,7 +109,12 @@ def test_tied_embeddings_and_attention_bias(tied, attention_bias):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2)])
 def test_query_heads_share_keys(heads):
     queries, keys = heads
-    model = tiny_model("llama", num_attention_heads=queries, num_key_value_heads=keys, head_dim=8)
+    model = tiny_model(
+        "llama",
+        hidden_size=8 * queries,
+        num_attention_heads=queries,
+        num_key_value_heads=keys,
+    )
     ids = torch.randint(0, 97, (1, 41))
     with true_fp64():
         assert_exact(chunked_run(model, ids, CONFIG), whole_run(model, ids))
@@ -200,9 +205,8 @@ def test_iter_step_shows_every_chunk_and_returns_the_result():
             except StopIteration as end:
                 result = end.value
                 break
-    assert [(s.phase, s.chunk) for s in states] == [
-        ("fill", 0), ("fill", 1), ("fill", 2), ("sweep", 3), ("sweep", 2), ("sweep", 1), ("sweep", 0),
-    ]  # fmt: skip
+    fill, sweep = [("fill", c) for c in (0, 1, 2)], [("sweep", c) for c in (3, 2, 1, 0)]
+    assert [(state.phase, state.chunk) for state in states] == fill + sweep
     assert result.loss == expected.loss
     assert all(torch.equal(grads[name], g) for name, g in gradients(model).items())
     held = [int((state.page_table.slots >= 0).sum()) for state in states]
