@@ -100,11 +100,11 @@ def test_a_part_alone(backend, queries, keys, causal, heads, dtype):
     assert_all_close((out, lse, *grads), expected, TOLERANCE[dtype])
 
 
-def merged(backend, q, k, v, grad, parts, lse_dtype=None):
+def merged(backend, q, k, v, grad, parts):
     """out, lse, dq, dk, dv of parts [(start, stop, mask)] of the keys, in the order given."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=wide)
-    lse = torch.full(q.shape[:3], float("-inf"), dtype=lse_dtype or wide)
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float64)
     for start, stop, mask in parts:
         part = backend.forward(q, k[:, :, start:stop], v[:, :, start:stop], SCALE, mask)
         merge(out, lse, *part)
@@ -171,6 +171,22 @@ def test_strided_views_give_what_contiguous_tensors_give(backend, dtype):
 
     limit = 1e-13 if dtype == torch.float64 else 1e-2
     assert_all_close(run(strided_q, *views, ones), run(q, k, v, ones.contiguous()), limit)
+
+
+@pytest.mark.parametrize("which", range(5), ids=["grad_out", "q", "k", "v", "out"])
+def test_a_head_dim_that_is_not_adjacent_is_read_right(backend, which):
+    """Transposed in memory, as a model's own projection may leave it."""
+    (q, k, v, grad), _ = tensors(9, 9)
+    mask = Mask(causal=True)
+    expected = backend.forward(q, k, v, SCALE, mask)
+    expected += backend.backward(grad, q, k, v, *expected, SCALE, mask)
+    inputs = [grad, q, k, v, expected[0]]
+    inputs[which] = inputs[which].transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert inputs[which].stride(-1) == 9
+    grad, q, k, v, out = inputs
+    results = backend.forward(q, k, v, SCALE, mask)
+    results += backend.backward(grad, q, k, v, out, results[1], SCALE, mask)
+    assert_all_close(results, expected, 1e-14)
 
 
 def test_two_threads_sharing_keys_do_not_race():
@@ -290,22 +306,6 @@ def test_merging_only_parts_that_hold_nothing_leaves_the_identity():
     merge(out, lse, *some)
     assert torch.equal(out, some[0])
     assert torch.equal(lse, some[1])
-
-
-def test_error_does_not_grow_with_the_number_of_segments(backend):
-    """An fp32 output and gradients, merged by a log-sum-exp that takes up no rounding errors."""
-    low, wide = tensors(16, 2048 + 16, (2, 1), 16, rows=1, dtype=torch.float32)
-    expected = truth(*wide, visible(16, 2048 + 16, Mask(offset=2048, causal=True)))
-    errors = {}
-    for segments in (1, 4, 16, 64, 256):
-        parts = history_and_own(16, list(range(0, 2049, 2048 // segments)))
-        results = merged(backend, *low, parts, lse_dtype=torch.float64)
-        errors[segments] = [
-            float((a - b).norm() / b.norm()) for a, b in zip(results, expected, strict=True)
-        ]
-    for segments, found in errors.items():
-        for name, now, alone in zip(NAMES, found, errors[1], strict=True):
-            assert now < 2 * alone, (segments, name, errors)
 
 
 # -- a layer, filled and swept --------------------------------------------------------------------
@@ -432,6 +432,41 @@ def test_a_swept_layer_in_low_precision_is_as_good_as_an_independent_run(backend
         assert (a.double() - c).norm() <= 2 * (b.double() - c).norm()
 
 
+def test_error_does_not_grow_with_the_number_of_segments(backend):
+    """A last chunk of 16 tokens over a history of 2048, in 1 to 256 segments, in fp32."""
+    (q, k, v, grad), wide = tensors(16, 2048 + 16, (2, 1), 16, rows=1, dtype=torch.float32)
+    expected = truth(*wide, visible(16, 2048 + 16, Mask(offset=2048, causal=True)))
+    plan = plan_chunks([2064], [[0]], chunk_size=2048, page_size=8)
+    errors = {}
+    for segment_pages in (256, 64, 16, 4, 1):
+        history = History(
+            [LayerShape(1, 16, torch.float32)],
+            pages_per_row=plan.pages_per_row,
+            page_size=8,
+            segment_pages=segment_pages,
+            page_grad_dtype=torch.float32,
+            device=CPU,
+        )
+        history.table.hold(0, 0, 2048)
+        history.write(0, 0, 0, k[0, :, :2048], v[0, :, :2048])
+        history.open_gradients()
+        call = LayerCall(0, SCALE, None, plan.chunks[1], history, backend)
+        leaves = [x.detach().requires_grad_() for x in (q, k[:, :, 2048:], v[:, :, 2048:])]
+        out, lse = ChunkAttention.apply(*leaves, call)
+        grad_q, *own = torch.autograd.grad(out, leaves, grad.transpose(1, 2))
+        pages = list(history.segments(0, 0, 0, 2048))
+        assert len(pages) == 256 // segment_pages
+        grad_k = torch.cat([*(page.grad_k for page in pages), own[0]], 2)
+        grad_v = torch.cat([*(page.grad_v for page in pages), own[1]], 2)
+        results = (out.detach().transpose(1, 2), lse, grad_q, grad_k, grad_v)
+        errors[len(pages)] = [
+            float((a - b).norm() / b.norm()) for a, b in zip(results, expected, strict=True)
+        ]
+    for segments, found in errors.items():
+        for name, now, alone in zip(NAMES, found, errors[1], strict=True):
+            assert now < 2 * alone, (segments, name, errors)
+
+
 def test_a_kept_result_is_used_instead_of_computing():
     """What `selective` keeps replaces the forward, and backward needs nothing more."""
 
@@ -519,6 +554,13 @@ def test_library_refuses_by_name_and_auto_falls_to_the_reference(reason, caplog,
     with caplog.at_level(logging.INFO, logger="oomb"):
         assert choose("auto", **REFUSALS[reason]).name == "reference"
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize("name", ["triton", "Library", "", None])
+def test_an_unknown_backend_is_refused_with_those_that_are_known(name):
+    with pytest.raises(ValueError, match="'auto', 'library' or 'reference'") as refusal:
+        choose(name)
+    assert repr(name) in str(refusal.value)
 
 
 def test_a_torch_without_the_operator_is_named(monkeypatch):

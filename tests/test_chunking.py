@@ -300,14 +300,41 @@ def test_the_callers_denominator_is_used_but_labels_are_counted(items):
     assert batch.num_label_tokens == 8
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8], ids=str)
+def test_padding_has_position_zero():
+    """Counting on over padding could leave a learned position table."""
+    mask = torch.tensor([[1] * 8, [1, 1, 1, 0, 0, 0, 0, 0]])
+    ids, documents = torch.ones_like(mask), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]).expand(2, -1)
+    batch = checked(ids, attention_mask=mask, document_ids=documents)
+    for size in range(1, 9):
+        found = in_chunks(batch, size, 8)[1]
+        assert found.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8], ids=str)
 def test_every_signed_integer_dtype_means_the_same(dtype):
     ids = torch.randint(0, 97, (2, 9))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, IGNORED)
     positions = (torch.arange(9) % 5)[None]
-    wide = checked(ids, labels=labels, position_ids=positions)
-    batch = checked(ids.to(dtype), labels=labels.to(dtype), position_ids=positions.to(dtype))
-    assert batch.documents == wide.documents == [[0, 5]] * 2
-    assert batch.num_label_tokens == wide.num_label_tokens
-    for a, b in zip(in_chunks(batch, 4, 9), in_chunks(wide, 4, 9), strict=True):
+    assert_same_batch(
+        checked(ids.to(dtype), labels=labels.to(dtype), position_ids=positions.to(dtype)),
+        checked(ids, labels=labels, position_ids=positions),
+    )
+
+
+def test_unsigned_bytes_mean_the_same():
+    """-100 is 156 and 0 follows 255 in eight bits without a sign, but not for us."""
+    ids = torch.tensor([[156, 7, 156, 8] * 128])
+    positions = (torch.arange(512) % 256)[None]
+    arguments = {"vocab_size": 256, "device": CPU, "max_positions": None}
+    batch = check_batch(ids.byte(), ids.byte(), None, positions.byte(), **arguments)
+    assert batch.documents == [[0, 256]]
+    assert batch.num_label_tokens == 510
+    assert_same_batch(batch, check_batch(ids, ids, None, positions, **arguments))
+
+
+def assert_same_batch(batch, expected):
+    assert batch.documents == expected.documents
+    assert batch.num_label_tokens == expected.num_label_tokens
+    columns = expected.input_ids.shape[1]
+    for a, b in zip(in_chunks(batch, 4, columns), in_chunks(expected, 4, columns), strict=True):
         assert torch.equal(a, b)

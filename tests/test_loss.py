@@ -249,3 +249,15 @@ def test_counts_of_all_chunks_are_needed_before_any_loss():
     ]
     assert abs(sum(alone) / len(alone) - expected) > 1e-3 * expected
     torch.testing.assert_close(balance_in_chunks(logits, None, 4), expected)
+
+
+def test_choices_are_counted_past_what_fp32_can_count_to():
+    """2^24 + 1 is no fp32 number: 40 layers of a million tokens, three quarters on one expert."""
+    tokens = 1 << 20
+    layer = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]).repeat(tokens // 4, 1)
+    balance = RouterBalance(RouterSettings(num_experts=2, top_k=1, coefficient=1.0), CPU)
+    balance.count((layer,) * 40, None)
+    mean = layer.softmax(-1).double().mean(0)
+    expected = 2 * (torch.tensor([0.75, 0.25]) * mean).sum()
+    loss = balance.loss((mean * tokens * 40).float())
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0.0)
