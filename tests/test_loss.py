@@ -252,12 +252,11 @@ def test_counts_of_all_chunks_are_needed_before_any_loss():
 
 
 def test_choices_are_counted_past_what_fp32_can_count_to():
-    """2^24 + 1 is no fp32 number: 40 layers of a million tokens, three quarters on one expert."""
-    tokens = 1 << 20
-    layer = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]).repeat(tokens // 4, 1)
+    """2^24 + 1 is no fp32 number: 18 layers of a million tokens, all of them on one expert."""
+    tokens, layers = 1 << 20, 18
+    logits = torch.tensor([[1.0, 0.0]]).expand(tokens, 2)
     balance = RouterBalance(RouterSettings(num_experts=2, top_k=1, coefficient=1.0), CPU)
-    balance.count((layer,) * 40, None)
-    mean = layer.softmax(-1).double().mean(0)
-    expected = 2 * (torch.tensor([0.75, 0.25]) * mean).sum()
-    loss = balance.loss((mean * tokens * 40).float())
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0.0)
+    balance.count((logits,) * layers, None)
+    mean = logits[0].double().softmax(-1)
+    loss = balance.loss((mean * tokens * layers).float())
+    torch.testing.assert_close(loss.double(), 2 * mean[0], rtol=1e-6, atol=0.0)
