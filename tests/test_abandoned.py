@@ -15,7 +15,7 @@ from torch import nn
 from untouched import changes, picture
 
 import oomb
-from oomb.profiling import LiveBytes
+from oomb.profiling import LiveBytes, Recorder, stage
 
 SIZES = {"chunk_size": 8, "page_size": 4, "attention_backend": "reference"}
 TOKENS, CHUNKS = 21, 3
@@ -222,6 +222,31 @@ def test_restore_grads_keeps_every_bit(model: nn.Module, ids: torch.Tensor, plac
         assert worst_error(gradients(model), total)[0] < ROUNDING
 
 
+def test_a_fresh_ordinary_gradient_is_complete(engine: oomb.Engine, ids: torch.Tensor) -> None:
+    model = engine._model.whole
+    engine.step(ids)
+    step_breaks(engine, ids, "backward of the sweep's last chunk")
+    model.eval().zero_grad(set_to_none=True)
+    expected = {name: 2 * grad for name, grad in whole_run(model, ids)[1].items()}
+    model(input_ids=ids, labels=ids).loss.backward()
+    engine.step(ids)
+    assert worst_error(gradients(model), expected)[0] < ROUNDING
+
+
+def test_gradients_are_complete_after_a_step_that_ended_in_the_fill(
+    engine: oomb.Engine, ids: torch.Tensor
+) -> None:
+    model = engine._model.whole.eval()
+    expected = {name: 2 * grad for name, grad in whole_run(model, ids)[1].items()}
+    engine.step(ids)
+    step_breaks(engine, ids, "last chunk of the fill")
+    steps = engine.iter_step(ids)
+    next(steps)
+    steps.close()
+    engine.step(ids)
+    assert worst_error(gradients(model), expected)[0] < ROUNDING
+
+
 @pytest.mark.parametrize("held", ["one", "half"])
 def test_some_gradients_held_something(engine: oomb.Engine, ids: torch.Tensor, held: str) -> None:
     model = engine._model.whole
@@ -296,6 +321,65 @@ def test_a_loop_left_with_break_frees_the_engine(engine: oomb.Engine, ids: torch
             break
     assert all(p.grad is None for p in model.parameters())
     right_again(engine, ids)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+@pytest.mark.parametrize("way", ["raise", "break"])
+def test_leaving_the_with_block_inside_a_step(
+    model: nn.Module, ids: torch.Tensor, way: str, kept: bool
+) -> None:
+    before = picture(model)
+    steps: Iterator | None = None
+
+    def leave() -> None:
+        nonlocal steps
+        with engine_for(model) as engine:
+            generator = engine.iter_step(ids)
+            steps = generator if kept else None
+            for state in generator:
+                if state.phase == "sweep" and way == "raise":
+                    raise Halt("the user's own error")
+                if state.phase == "sweep":
+                    break
+
+    if way == "raise":
+        with pytest.raises(Halt, match="own error"):
+            leave()
+    else:
+        leave()
+    assert changes(before, picture(model)) == []
+    assert steps is None or list(steps) == []
+
+
+def test_two_engines_do_not_share_a_step(model: nn.Module, ids: torch.Tensor) -> None:
+    with engine_for(model) as first, engine_for(model) as second:
+        steps = first.iter_step(ids)
+        next(steps)
+        for call in (second.step, second.iter_step, second.evaluate):
+            with pytest.raises(RuntimeError, match="under way"):
+                call(ids)
+        steps.close()
+        right_again(second, ids)
+        right_again(first, ids)
+
+
+def test_steps_of_two_models_may_end_in_any_order(ids: torch.Tensor) -> None:
+    recorders = [Recorder(), Recorder()]
+    engines = [
+        engine_for(tiny_model("qwen2", torch.float32), recorder=recorder) for recorder in recorders
+    ]
+    first, second = (engine.iter_step(ids) for engine in engines)
+    for steps in (first, second, first):
+        next(steps)
+    first.close()
+    assert len(list(second)) == YIELDS - 1
+    counts = [len(recorder.events) for recorder in recorders]
+    with stage("attention"):  # outside of any step: nobody listens
+        pass
+    assert [len(recorder.events) for recorder in recorders] == counts
+    assert all(event.phase for recorder in recorders for event in recorder.events)
+    for engine in engines:
+        right_again(engine, ids)
 
 
 def test_hooks_do_not_fire_for_an_abandoned_step(model: nn.Module, ids: torch.Tensor) -> None:

@@ -88,6 +88,12 @@ def test_sizes_cannot_be_left_out_with_none(name: str) -> None:
         oomb.EngineConfig(**{name: None})
 
 
+@pytest.mark.parametrize("value", [torch.tensor(True), torch.tensor(8), np.True_])
+def test_sizes_are_no_tensors(value: Any) -> None:
+    with pytest.raises(TypeError, match="chunk_size must be a positive integer, got"):
+        oomb.EngineConfig(chunk_size=value, page_size=1)
+
+
 def test_any_kind_of_integer_is_a_size() -> None:
     config = oomb.EngineConfig(chunk_size=np.int32(16), page_size=np.int64(8))
     assert (type(config.chunk_size), type(config.page_size)) == (int, int)
@@ -358,6 +364,17 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["num_items_in_batch", "0-d tensor", "[3, 4]"],
     ),
+    "items: infinite": (
+        {"num_items_in_batch": float("inf")},
+        ValueError,
+        ["num_items_in_batch", "positive", "inf"],
+    ),
+    "items: complex": ({"num_items_in_batch": 2j}, ValueError, ["num_items_in_batch", "2j"]),
+    "items: meta": (
+        {"num_items_in_batch": torch.tensor(5.0, device="meta")},
+        ValueError,
+        ["num_items_in_batch", "0-d tensor", "meta"],
+    ),
     "items: zero tensor": (
         {"num_items_in_batch": torch.tensor(0)},
         ValueError,
@@ -396,6 +413,7 @@ def test_the_engine_works_after_refusals(engine: oomb.Engine, ids: torch.Tensor)
         {"document_ids": torch.tensor([[7] * 5 + [3] * 15] * 2, dtype=torch.int16)},
         {"num_items_in_batch": torch.tensor([38.0])},
         {"num_items_in_batch": 0.5},
+        {"num_items_in_batch": np.int64(38)},
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
@@ -411,6 +429,38 @@ def test_column_zero_may_be_labelled_under_a_mask_of_one_token(
     labels = torch.where(padded(20, 1).bool(), ids, -100)
     loss = engine.evaluate(ids, labels=labels, attention_mask=padded(20, 1))
     assert relative_error(loss, engine.evaluate(ids[:1])) < 1e-6
+
+
+BYTES = 256
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int16, torch.int32], ids=lambda dtype: str(dtype)[6:]
+)
+def test_every_integer_dtype_means_the_same(dtype: torch.dtype) -> None:
+    # In 8 bits without sign -100 is 156, and from 255 to 0 is one step forward.
+    model = tiny_model("llama", torch.float32)
+    model.resize_token_embeddings(BYTES)
+    engine = oomb.Engine(model, oomb.EngineConfig(**{**CONFIG, "chunk_size": 64}))
+    ids = torch.randint(0, BYTES, (1, 300))
+    ids[0, ::5] = 156
+    labels = torch.where(torch.rand(ids.shape) < 0.5, ids, 7)
+    positions = (torch.arange(300) % 256)[None]
+    for arguments in ({}, {"labels": labels}, {"position_ids": positions}):
+        wide = engine.step(ids, **arguments)
+        narrow = engine.step(ids.to(dtype), **{n: t.to(dtype) for n, t in arguments.items()})
+        assert narrow.num_label_tokens == wide.num_label_tokens
+        assert torch.equal(narrow.loss, wide.loss)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_labels_of_8_bits_are_not_ignored(
+    engine: oomb.Engine, ids: torch.Tensor, entry: str
+) -> None:
+    labels = torch.full(FULL, 156, dtype=torch.uint8)
+    call = getattr(engine, entry)
+    words = ["labels", "vocabulary", "0 to 96", "156"]
+    refused(lambda: call(ids, labels=labels), ValueError, words, engine._model.whole)
 
 
 # -- the surroundings of a step -------------------------------------------------------------------
@@ -431,6 +481,32 @@ def test_a_closed_engine_is_refused(ids: torch.Tensor, entry: str) -> None:
     engine.close()
     call = getattr(engine, entry)
     refused(lambda: call(ids), RuntimeError, ["closed", "oomb.Engine"], model)
+
+
+@pytest.mark.parametrize("entry", ["step", "iter_step"])
+def test_inference_mode_is_refused(engine: oomb.Engine, ids: torch.Tensor, entry: str) -> None:
+    with torch.inference_mode():
+        call = getattr(engine, entry)
+        words = ["gradients", "inference_mode", "engine.evaluate"]
+        refused(lambda: call(ids), RuntimeError, words, engine._model.whole)
+        assert torch.isfinite(engine.evaluate(ids))
+
+
+def test_a_generator_made_before_close_is_refused(ids: torch.Tensor) -> None:
+    model = tiny_model("qwen2", torch.float32)
+    with oomb.Engine(model, oomb.EngineConfig(**CONFIG)) as engine:
+        steps = engine.iter_step(ids)
+        engine.close()
+        refused(lambda: next(steps, None), RuntimeError, ["closed"], model)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_model_changed_after_attaching_is_refused(ids: torch.Tensor, entry: str) -> None:
+    model = tiny_model("qwen2", torch.float32)
+    engine = oomb.Engine(model, oomb.EngineConfig(**CONFIG))
+    model.double()
+    call = getattr(engine, entry)
+    refused(lambda: call(ids), RuntimeError, ["dtype or device", "oomb.Engine"], model)
 
 
 @pytest.mark.parametrize("stop", [1, 4], ids=["in the fill", "in the sweep"])
@@ -471,6 +547,26 @@ def test_attention_dropout_is_refused_in_training(ids: torch.Tensor, entry: str)
     model.eval()
     expected = model(input_ids=ids, labels=ids).loss.detach()
     assert relative_error(engine.evaluate(ids), expected) < 1e-6
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_attention_dropout_set_after_attaching_is_refused(ids: torch.Tensor, entry: str) -> None:
+    model = tiny_model("qwen2", torch.float32)
+    engine = oomb.Engine(model, oomb.EngineConfig(**CONFIG))
+    model.model.layers[1].self_attn.attention_dropout = 0.25
+    with pytest.raises(ValueError, match=r"attention dropout.*0\.25.*layers\.1\.self_attn"):
+        list(getattr(engine, entry)(ids))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_attention_dropout_of_one_layer_in_training_is_refused(ids: torch.Tensor) -> None:
+    model = tiny_model("qwen2", torch.float32).eval()
+    model.model.layers[1].self_attn.attention_dropout = 0.25
+    engine = oomb.Engine(model, oomb.EngineConfig(**CONFIG))
+    assert torch.isfinite(engine.evaluate(ids))
+    model.model.layers[1].train()
+    words = ["attention dropout", "0.25", "layers.1.self_attn"]
+    refused(lambda: engine.step(ids), ValueError, words, model)
 
 
 def test_all_parameters_frozen_is_refused(ids: torch.Tensor) -> None:

@@ -340,6 +340,58 @@ def test_optimizer_in_hook_takes_the_same_step(ids: torch.Tensor) -> None:
         assert relative_error(moved[name].detach(), parameter.detach()) < ROUNDING, name
 
 
+def test_hooks_run_without_autograd(model: nn.Module, ids: torch.Tensor) -> None:
+    weight = model.lm_head.weight
+    weight.register_post_accumulate_grad_hook(lambda p: p.sub_(0.5 * p.grad))
+    expected = (
+        weight.detach()
+        - 0.5 * whole_run(tiny_model("qwen2", torch.float32), ids)[1]["lm_head.weight"]
+    )
+    with engine_for(model) as engine:
+        engine.step(ids)
+    assert relative_error(weight.detach().double(), expected) < ROUNDING
+
+
+def test_hooks_of_parameters_fire_in_the_parameters_order(
+    model: nn.Module, ids: torch.Tensor
+) -> None:
+    # in every process alike, or hooks that talk to other processes would wait for ever
+    fired = watch(model)
+    with engine_for(model) as engine:
+        engine.step(ids)
+    assert [name for name, _ in fired] == [name for name, _ in model.named_parameters()]
+
+
+def test_hooks_may_come_and_go_between_chunks(model: nn.Module, ids: torch.Tensor) -> None:
+    fired: list[str] = []
+    weight = model.lm_head.weight
+    leaving = weight.register_post_accumulate_grad_hook(lambda p: fired.append("leaving"))
+    with engine_for(model) as engine:
+        steps = engine.iter_step(ids)
+        for _ in range(4):
+            next(steps)
+        leaving.remove()
+        weight.register_post_accumulate_grad_hook(lambda p: fired.append("coming"))
+        assert fired == []
+        assert len(list(steps)) == 3
+    assert fired == ["coming"]
+    assert len(weight._post_accumulate_grad_hooks) == 1
+
+
+def test_an_ordinary_backward_between_chunks_fires_hooks(
+    model: nn.Module, ids: torch.Tensor
+) -> None:
+    expected = {name: 2 * grad for name, grad in whole_run(model, ids)[1].items()}
+    fired = watch(model)
+    with engine_for(model) as engine:
+        for state in engine.iter_step(ids):
+            if (state.phase, state.chunk) == ("sweep", 2):
+                model(input_ids=ids, labels=ids).loss.backward()
+                assert len(fired) == len(expected)
+    assert len(fired) == 2 * len(expected)
+    assert worst_error(gradients(model), expected)[0] < ROUNDING
+
+
 def test_a_hook_that_raises_leaves_complete_gradients(model: nn.Module, ids: torch.Tensor) -> None:
     expected = whole_run(model, ids)[1]
 
@@ -466,6 +518,33 @@ def test_a_step_works_whatever_the_callers_grad_mode(
             assert torch.is_grad_enabled() is grad
         assert torch.is_grad_enabled() is grad
     assert worst_error(gradients(model), expected)[0] < ROUNDING
+
+
+def test_parameters_unfrozen_later_get_their_grad_dtype_back(ids: torch.Tensor) -> None:
+    model = tiny_model("qwen2", torch.bfloat16)
+    model.lm_head.weight.requires_grad_(False)
+    dtypes = {parameter.grad_dtype for parameter in model.parameters()}
+    with engine_for(model) as engine:
+        model.lm_head.weight.requires_grad_(True)
+        engine.step(ids)
+        assert model.lm_head.weight.grad.dtype == torch.float32
+        model.zero_grad(set_to_none=True)
+    assert {parameter.grad_dtype for parameter in model.parameters()} == dtypes
+
+
+@pytest.mark.parametrize("order", ["nested", "crossed"])
+def test_two_engines_give_grad_dtypes_back(ids: torch.Tensor, order: str) -> None:
+    model = tiny_model("qwen2", torch.bfloat16)
+    dtypes = {parameter.grad_dtype for parameter in model.parameters()}
+    first = engine_for(model)
+    first.step(ids)
+    model.zero_grad(set_to_none=True)
+    second = engine_for(model)
+    second.step(ids)
+    model.zero_grad(set_to_none=True)
+    for engine in (first, second) if order == "crossed" else (second, first):
+        engine.close()
+    assert {parameter.grad_dtype for parameter in model.parameters()} == dtypes
 
 
 def test_engines_one_after_the_other(model: nn.Module, ids: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import SIZES, tiny_model
+from helpers import SIZES, gradients, relative_error, tiny_model, whole_run
 from torch import nn
 from untouched import changes, picture
 
@@ -27,10 +27,12 @@ MAMBA = {
 }
 
 
-def build(family: str, head: str = "ForCausalLM", **config: Any) -> nn.Module:
+def build(
+    family: str, head: str = "ForCausalLM", model: str | None = None, **config: Any
+) -> nn.Module:
     """A tiny random model of a family that the other tests do not use."""
     settings = getattr(transformers, f"{family}Config")(**config)
-    return getattr(transformers, f"{family}{head}")(settings)
+    return getattr(transformers, model or f"{family}{head}")(settings)
 
 
 def rope(kind: str, **parameters: Any) -> nn.Module:
@@ -142,6 +144,44 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type[Exception], list[str]]] = 
         lambda: build("GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1, **SIZES),
         ValueError,
         ["model.layers.0.self_attn", "s_aux", "not support"],
+    ),
+    "chunked attention": (
+        lambda: build(
+            "Llama4Text",
+            model="Llama4ForCausalLM",
+            head_dim=8,
+            intermediate_size_mlp=48,
+            num_local_experts=2,
+            attention_chunk_size=16,
+            **SIZES,
+        ),
+        ValueError,
+        ["Llama4ForCausalLM", "chunked_attention", "full_attention and sliding_attention"],
+    ),
+    "Bloom": (
+        lambda: build("Bloom", vocab_size=97, hidden_size=32, n_layer=1, n_head=4),
+        ValueError,
+        ["BloomForCausalLM", "AttentionInterface"],
+    ),
+    "MPT": (
+        lambda: build("Mpt", vocab_size=97, d_model=32, n_layers=1, n_heads=4, max_seq_len=64),
+        ValueError,
+        ["MptForCausalLM", "AttentionInterface"],
+    ),
+    "Falcon": (
+        lambda: build("Falcon", alibi=True, **PLAIN_SIZES),
+        ValueError,
+        ["FalconForCausalLM", "AttentionInterface"],
+    ),
+    "layers left out at random": (
+        lambda: build("OPT", ffn_dim=48, layerdrop=0.5, word_embed_proj_dim=32, **PLAIN_SIZES),
+        ValueError,
+        ["OPTForCausalLM", "layerdrop", "0.5"],
+    ),
+    "window of no tokens": (
+        lambda: tiny_model("mistral", torch.float32, sliding_window=0),
+        ValueError,
+        ["sliding", "window", "at least 1", "0"],
     ),
     "one layer twice": (
         lambda: _with_shared_layer(tiny_model("qwen2", torch.float32)),
@@ -313,6 +353,21 @@ def test_hidden_state_between_tokens_is_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("leak", "strength"),
+    [(_mean, 0.01), (_previous, 0.01), (_next, 0.01), (_length, 0.1), (_place_in_call, 0.1)],
+    ids=["mean", "previous", "next", "length", "place_in_call"],
+)
+def test_small_leaks_are_refused_in_bf16(
+    leak: Callable[[torch.Tensor], torch.Tensor], strength: float
+) -> None:
+    # rounding of whole runs would hide these
+    model = leaking_model("qwen2", torch.bfloat16, leak, strength)
+    refused(
+        model, ValueError, ["Qwen2ForCausalLM", "tokens", "chunk recurrence would not be exact"]
+    )
+
+
 def test_hidden_state_between_tokens_is_refused_among_experts() -> None:
     model = used(leaking_model("qwen3_moe", torch.float32, _mean, 1e-2))
     refused(model, ValueError, ["Qwen3MoeForCausalLM", "would not be exact"])
@@ -326,6 +381,25 @@ def test_a_layer_that_adds_something_of_its_own_token_is_taken(
     model = used(leaking_model(family, dtype, torch.tanh, 1.0))
     before = picture(model)
     oomb.Engine(model, CONFIG).close()
+    assert changes(before, picture(model)) == []
+
+
+def test_a_model_whose_head_calls_the_decoder_itself_is_taken() -> None:
+    model = build("OPT", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, **PLAIN_SIZES)
+    ids = torch.randint(0, 97, (2, 50))
+    loss, expected = whole_run(model, ids)
+    with oomb.Engine(model, CONFIG) as engine:
+        result = engine.step(ids)
+    assert relative_error(result.loss.double(), loss) < 1e-5
+    # a shift of all keys alike changes nothing, so their bias has no gradient but rounding
+    for name, grad in gradients(model).items():
+        assert "k_proj.bias" in name or relative_error(grad, expected[name]) < 2e-5, name
+
+
+def test_attaching_draws_no_random_numbers() -> None:
+    model = used(tiny_model("gpt2", torch.float32, resid_pdrop=0.1, embd_pdrop=0.1))
+    before = picture(model)
+    oomb.Engine(model, CONFIG)
     assert changes(before, picture(model)) == []
 
 
