@@ -98,6 +98,13 @@ def tiny_model(
     return model.train()
 
 
+def twin_in_fp64(model: torch.nn.Module, family: str, **config: Any) -> torch.nn.Module:
+    """A tiny model with the same weights in fp64; buffers such as RoPE's stay as they are made."""
+    twin = tiny_model(family, torch.float64, **config)
+    twin.load_state_dict(model.state_dict())
+    return twin.to(next(model.parameters()).device)
+
+
 def _keeps_doubles(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The same method, except that an fp64 tensor is never narrowed to fp32."""
 

@@ -1,7 +1,5 @@
 """Chunk recurrence gives the gradients of the ordinary run: every parameter, in fp64."""
 
-import copy
-
 import pytest
 import torch
 from helpers import (
@@ -11,6 +9,7 @@ from helpers import (
     relative_error,
     tiny_model,
     true_fp64,
+    twin_in_fp64,
     whole_run,
     worst_error,
 )
@@ -71,7 +70,7 @@ def test_fp32_within_1e5(tokens):
 def test_bf16_error_is_at_most_twice_transformers_own(family):
     """Over all parameters together, and for each one with an allowance for chance."""
     model, ids = tiny_model(family, torch.bfloat16), torch.randint(0, 97, (2, 203))
-    twin = copy.deepcopy(model).double()
+    twin = twin_in_fp64(model, family)
     _, ordinary = whole_run(model, ids)
     _, ours = chunked_run(model, ids, {"chunk_size": 48, "page_size": 16, "segment_pages": 2})
     with true_fp64():

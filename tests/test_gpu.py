@@ -1,7 +1,5 @@
 """On a CUDA GPU: the same exactness, through the kernels that people train with."""
 
-import copy
-
 import pytest
 import torch
 from helpers import (
@@ -10,6 +8,7 @@ from helpers import (
     relative_error,
     tiny_model,
     true_fp64,
+    twin_in_fp64,
     whole_run,
     worst_error,
 )
@@ -57,7 +56,7 @@ def test_fp32_gradients_equal_the_whole_run(tokens, monkeypatch):
 @pytest.mark.parametrize("tokens", [2, 49, 97, 203])
 def test_bf16_error_is_at_most_twice_transformers_own(family, tokens):
     model, ids = bf16_model(family), ids_on_gpu(tokens=tokens)
-    twin = copy.deepcopy(model).double()
+    twin = twin_in_fp64(model, family, hidden_size=64)
     _, ordinary = whole_run(model, ids)
     config = oomb.EngineConfig(**CONFIG)
     with oomb.Engine(model, config) as engine:
@@ -85,7 +84,7 @@ def test_documents_through_cudnn():
     documents = (torch.rand(1, 150) < 0.1).cumsum(1)
     documents[0, 96:] += 1  # a document of one token right at a chunk's start
     documents[0, 97:] += 1
-    twin = copy.deepcopy(model).double()
+    twin = twin_in_fp64(model, "qwen2", hidden_size=64)
     _, grads = chunked_run(
         model, ids, {**CONFIG, "attention_backend": "library"}, document_ids=documents
     )
