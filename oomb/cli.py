@@ -47,7 +47,7 @@ def demo(
     chunk: Annotated[int, typer.Option(help="Tokens computed at once.")] = 1024,
     page: Annotated[int, typer.Option(help="Tokens of one K/V page; divides --chunk.")] = 128,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 3,
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 5e-4,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     out: Annotated[Path, typer.Option(help="Write the recording to this file.")] = Path(

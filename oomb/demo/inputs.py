@@ -33,7 +33,7 @@ class DemoOptions:
     chunk: int = 1024
     page: int = 128
     steps: int = 3
-    lr: float = 1e-3
+    lr: float = 5e-4
     device: str = "auto"
     json: Path | None = None
     out: Path = Path("demo.oomb")
