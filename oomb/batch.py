@@ -141,7 +141,7 @@ def check_batch(
         input_ids=input_ids,
         labels=input_ids if labels is None else labels,
         position_ids=position_ids,
-        attention_mask=attention_mask,
+        attention_mask=None if attention_mask is None else attention_mask.to(torch.bool, copy=True),
         lengths=lengths,
         documents=documents,
         num_label_tokens=0,
@@ -161,7 +161,10 @@ def _shape(x: torch.Tensor) -> str:
 
 
 def _integers(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    """The tensor in int64, in which -100 and differences mean what they say."""
+    """A copy in int64, in which -100 and differences mean what they say.
+
+    The caller may change or refill the tensor before the step has read all of it.
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of integers, got {type(value).__name__}")
     if value.dtype not in INTEGER_DTYPES:
@@ -170,7 +173,7 @@ def _integers(name: str, value: Any, device: torch.device) -> torch.Tensor:
         raise ValueError(
             f"{name} must be on the CPU or on the model's device {device}, got {value.device}"
         )
-    return value.long()
+    return value.to(torch.int64, copy=True)
 
 
 def _check_shape(name: str, value: torch.Tensor, allowed: tuple[torch.Size, ...]) -> None:

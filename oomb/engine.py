@@ -20,6 +20,7 @@ from oomb.hf import unwrap
 from oomb.installed import InstalledModel
 from oomb.passes import LayerAttention, Passes
 from oomb.probes import compare_with_whole_run, probe_model, refuse_other_channels
+from oomb.profiling.live_bytes import category
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, StepResult
 from oomb.stopwatch import Stopwatch
@@ -244,12 +245,13 @@ class Engine:
                     f"{layer.name}; set config.attention_dropout=0 when loading the model, or "
                     "call model.eval()"
                 )
-        batch = check_batch(
-            *arguments,
-            vocab_size=self._model.vocab_size,
-            device=self._model.device,
-            max_positions=self._facts.max_positions,
-        )
+        with category("inputs"):
+            batch = check_batch(
+                *arguments,
+                vocab_size=self._model.vocab_size,
+                device=self._model.device,
+                max_positions=self._facts.max_positions,
+            )
         return batch, self._plan(self.config, batch), self._attention(batch)
 
     def _refuse_unless_ready(self) -> None:
@@ -259,8 +261,8 @@ class Engine:
         self._refuse_if_busy()
         if _signature(self._model.whole) != self._signature:
             raise RuntimeError(
-                "the model's parameters changed dtype or device after the engine was attached; "
-                "close it and make a new oomb.Engine(model, ...)"
+                "the model's modules, or its parameters' dtype or device, changed after the engine "
+                "was attached; close it and make a new oomb.Engine(model, ...)"
             )
         if torch.is_autocast_enabled(self._model.device.type):
             raise RuntimeError(
@@ -325,6 +327,7 @@ class Engine:
         return torch.cat(hidden, dim=1), passes.loss()
 
 
-def _signature(model: torch.nn.Module) -> set[tuple[torch.device, torch.dtype]]:
-    """Where a model's parameters lie and in which dtypes."""
-    return {(p.device, p.dtype) for p in model.parameters()}
+def _signature(model: torch.nn.Module) -> tuple:
+    """What must not change under an engine: modules, and parameters' place and dtype."""
+    modules = tuple(id(module) for module in model.modules())
+    return modules, frozenset((p.device, p.dtype) for p in model.parameters())

@@ -50,7 +50,8 @@ class GradientLedger:
             if grad is None:
                 continue
             if grad in _INCOMPLETE:
-                if bool(grad.count_nonzero()):
+                values = grad.coalesce().values() if grad.is_sparse else grad
+                if bool(values.count_nonzero()):
                     raise RuntimeError(
                         f"the gradient of {name} holds part of a step that did not finish; zero "
                         "the gradients before the next step (or use restore_grads=True)"
@@ -104,8 +105,8 @@ class GradientLedger:
 
     def roll_back(self) -> None:
         """The step was abandoned: undo what can be undone, and mark the rest."""
-        for name, parameter in self._parameters.items():
-            before = self._before.get(name)
+        for name, before in self._before.items():  # none where the step was refused as it began
+            parameter = self._parameters[name]
             if before is None or self._restore:
                 parameter.grad = None if before is None else before[0]
                 give_back_grad_dtype(parameter)

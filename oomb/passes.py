@@ -26,6 +26,7 @@ from oomb.config import EngineConfig
 from oomb.installed import InstalledModel
 from oomb.loss import block_size, chunk_loss, chunk_loss_and_gradient
 from oomb.moe import RouterBalance
+from oomb.probes import router_settings
 from oomb.profiling.stage import Place, place, stage
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, Phase
@@ -48,7 +49,7 @@ class Passes:
         batch: checked arguments.
         plan: its chunks.
         attention: how each layer attends to this batch.
-        step: number of the step, for events.
+        step: number of the step, for events; None outside of one.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Passes:
         batch: Batch,
         plan: ChunkPlan,
         attention: list[LayerAttention],
-        step: int = 0,
+        step: int | None = None,
     ) -> None:
         self._step = step
         self._installed = installed
@@ -75,7 +76,7 @@ class Passes:
             page_grad_dtype=config.page_grad_dtype,
             device=self._device,
         )
-        router = self._facts.router
+        router = router_settings(self._model)  # now, since they may change between steps
         self._balance = RouterBalance(router, self._device) if router else None
         self._random: list[RandomState] = []
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -255,7 +256,7 @@ class Passes:
                 at = slice(done, done + page.k.shape[2])
                 for name, now, then in (("K", k, page.k), ("V", v, page.v)):
                     if not torch.equal(now[write.row, :, at], then[0]):
-                        worst = float((now[write.row, :, at] - then[0]).abs().max())
+                        worst = float((now[write.row, :, at] - then[0]).detach().abs().max())
                         raise RuntimeError(
                             f"check_replay: {name} of layer {layer}, chunk {self._chunk.index} "
                             f"differs between fill and sweep by up to {worst:.3g}; the model is "

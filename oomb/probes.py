@@ -65,14 +65,12 @@ class ModelFacts:
     Attributes:
         layers: attention layers in order of their first call; the order numbers them.
         output_class: what the base model returns.
-        router: settings of the load-balancing loss, where the model adds one.
         max_positions: rows of a learned position table, or None.
         experts: whether tokens choose experts.
     """
 
     layers: list[AttentionLayer]
     output_class: type
-    router: RouterSettings | None
     max_positions: int | None
     experts: bool
 
@@ -88,7 +86,8 @@ def probe_model(whole: PreTrainedModel) -> tuple[CausalLM, ModelFacts]:
     layers, output_class = _watch_attention(model)
     config = whole.config.get_text_config()
     experts = any(getattr(config, key, None) for key in ("num_experts", "num_local_experts"))
-    facts = ModelFacts(layers, output_class, _router(model), _learned_positions(model), experts)
+    router_settings(model)  # refuses a model whose settings cannot be read
+    facts = ModelFacts(layers, output_class, _learned_positions(model), experts)
     return model, facts
 
 
@@ -198,6 +197,11 @@ def _watch_attention(model: CausalLM) -> tuple[list[AttentionLayer], type]:
                 "pages cannot tell apart"
             )
         _refuse_keywords(name, keywords)
+        if mask is not None and id(mask) not in masks:
+            raise ValueError(
+                f"attention module {name} adds a mask or bias of its own to its scores, which the "
+                "engine does not support"
+            )
         if key.shape[-1] != value.shape[-1] or key.dtype != value.dtype:
             raise ValueError(
                 f"attention module {name} has keys of {key.shape[-1]} x {key.dtype} and values of "
@@ -273,14 +277,14 @@ def _mask_equals(mask_function: Callable, window: int | None) -> bool:
     for step in (window - 1, window, window + 1) if window else ():
         queries, keys = torch.cat([queries, far + step]), torch.cat([keys, far])
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
-    visible = torch.as_tensor(mask_function(zero, zero, queries, keys))
+    visible = torch.as_tensor(mask_function(zero, zero, queries, keys), device="cpu")
     expected = keys <= queries
     if window is not None:
         expected &= queries - keys < window
     return bool((visible == expected).all())
 
 
-def _router(model: CausalLM) -> RouterSettings | None:
+def router_settings(model: CausalLM) -> RouterSettings | None:
     """Settings of the load-balancing loss, if the model adds it to its loss."""
     whole = model.whole
     if not getattr(whole.config, "output_router_logits", False):
@@ -343,7 +347,7 @@ def refuse_other_channels(model: CausalLM, facts: ModelFacts) -> None:
     ):
         whole, changed = run(ids, slice(None)), run(other, slice(None))
         halves = torch.cat([run(ids, slice(0, middle)), run(ids, slice(middle, None))])
-    sizes = whole.norm(dim=-1)
+    sizes = _sizes(whole)
     leak = (changed - whole).norm(dim=-1) / sizes
     leak[middle] = 0.0
     split = (halves - whole).norm(dim=-1) / sizes
@@ -406,10 +410,19 @@ def compare_with_whole_run(model: CausalLM, facts: ModelFacts, run: RunByEngine)
         )
 
 
+def _sizes(hidden: torch.Tensor) -> torch.Tensor:
+    """Norm of each token's hidden state, at least a thousandth of the largest.
+
+    A padding token's embedding starts at zero, and its hidden state may stay there.
+    """
+    norms = hidden.norm(dim=-1)
+    return norms.clamp_min(1e-3 * float(norms.max()))
+
+
 def _difference(a: Run, b: Run, experts: bool) -> float:
     """Relative difference of two runs: of their hidden states, or of their losses if larger."""
     errors = (a[0].double() - b[0].double()).norm(dim=-1)
-    sizes = b[0].double().norm(dim=-1)
+    sizes = _sizes(b[0].double())
     if experts:  # one chosen by a hair may flip with rounding, so some tokens may differ
         hidden = (errors / sizes).median()
     else:

@@ -509,6 +509,15 @@ def test_a_model_changed_after_attaching_is_refused(ids: torch.Tensor, entry: st
     refused(lambda: call(ids), RuntimeError, ["dtype or device", "oomb.Engine"], model)
 
 
+def test_the_default_device_does_not_matter(ids: torch.Tensor) -> None:
+    model = tiny_model("qwen2", torch.float32)
+    documents = torch.tensor([[0] * 5 + [1] * 15, [0] * 20])
+    expected = oomb.Engine(model, oomb.EngineConfig(**CONFIG)).evaluate(ids, document_ids=documents)
+    with torch.device("meta"):
+        engine = oomb.Engine(model, oomb.EngineConfig(**CONFIG))
+        assert torch.equal(engine.step(ids, document_ids=documents).loss, expected)
+
+
 @pytest.mark.parametrize("stop", [1, 4], ids=["in the fill", "in the sweep"])
 @pytest.mark.parametrize("entry", [*ENTRIES, "close"])
 def test_a_busy_engine_is_refused(

@@ -173,6 +173,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type[Exception], list[str]]] = 
         ValueError,
         ["FalconForCausalLM", "AttentionInterface"],
     ),
+    "a mask of its own": (  # whose learned part starts at a constant, so that forwards agree
+        lambda: build("Doge", **SIZES),
+        ValueError,
+        ["model.layers.0.self_attn", "of its own", "not support"],
+    ),
     "layers left out at random": (
         lambda: build("OPT", ffn_dim=48, layerdrop=0.5, word_embed_proj_dim=32, **PLAIN_SIZES),
         ValueError,
@@ -394,6 +399,18 @@ def test_a_model_whose_head_calls_the_decoder_itself_is_taken() -> None:
     # a shift of all keys alike changes nothing, so their bias has no gradient but rounding
     for name, grad in gradients(model).items():
         assert "k_proj.bias" in name or relative_error(grad, expected[name]) < 2e-5, name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
+def test_a_padding_token_without_embedding_is_taken(family: str) -> None:
+    # transformers starts its row at zero, so that its hidden state may stay zero throughout
+    model = tiny_model(family, torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:20] = 0
+    ids = torch.randint(0, 97, (1, 40))
+    with oomb.Engine(model, CONFIG) as engine:
+        expected = whole_run(model, ids)[0]
+        assert relative_error(engine.step(ids).loss.double(), expected) < 1e-5
 
 
 def test_attaching_draws_no_random_numbers() -> None:

@@ -16,7 +16,8 @@ class PageTableView:
     Attributes:
         page_size: tokens per page.
         slots: int32 [rows, pages], the page's slot in the pool, or -1 where no page is held.
-        terms: int32 [rows, pages], gradient terms received from later chunks so far.
+        terms: int32 [rows, pages], later chunks swept so far whose history holds the page: each has
+            left its gradient term there (a zero one where a sliding window hides the page).
         used: int32 [rows, pages], tokens written into the page.
     """
 
