@@ -34,7 +34,7 @@ END = "<|endoftext|>"
 
 # (share of training at which it starts, tokens per window): short windows first, since a tiny
 # model learns words before it can use 16K tokens of context; every batch has as many tokens.
-WINDOWS = ((0.0, 1024), (0.5, 4096), (0.8, 16384))
+WINDOWS = ((0.0, 1024), (0.6, 4096), (0.85, 16384))
 
 
 def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -144,12 +144,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop here if sooner")
     parser.add_argument("--batch-tokens", type=int, default=32768, help="tokens in each step")
     parser.add_argument("--longest", type=int, default=16384, help="longest window, in tokens")
-    parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--weight-decay", type=float, default=1.5)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--backend", default="auto", help="attention backend of the engine")
