@@ -23,7 +23,7 @@ lab: $(VENV)/lab.stamp ## open JupyterLab on notebooks/00_start_here.ipynb
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ROOT) $(ARGS)
 
 test: $(VENV)/test.stamp ## run the tests (those that need a GPU are skipped where there is none)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-gpu: $(VENV)/test.stamp ## run only the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)

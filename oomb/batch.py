@@ -106,6 +106,9 @@ def check_batch(
         device: the model's device; tensors may be there or on the CPU.
         max_positions: rows of a learned position table, or None.
 
+    Returns:
+        The batch, in tensors of its own.
+
     Raises:
         TypeError: an argument is not a tensor of the right kind.
         ValueError: an argument has a wrong shape, device or value.

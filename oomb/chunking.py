@@ -91,6 +91,9 @@ def plan_chunks(
         documents: columns at which each row's documents start, in order, beginning with 0.
         chunk_size: tokens per chunk.
         page_size: tokens per page; a document's pages never hold another document's tokens.
+
+    Returns:
+        The plan: every token is computed in one chunk, and pages hold what later chunks read.
     """
     columns = max(lengths)
     rows = [_Row(length, starts) for length, starts in zip(lengths, documents, strict=True)]

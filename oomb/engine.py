@@ -118,6 +118,9 @@ class Engine:
             document_ids: int [B, N]; no document sees another, positions restart in each.
             num_items_in_batch: divide the summed loss by this instead of by the counted labels.
 
+        Returns:
+            Loss, counted labels, peak memory and timings.
+
         Raises:
             TypeError: an argument or an existing gradient has the wrong type or dtype.
             ValueError: an argument has a wrong shape, device or value.

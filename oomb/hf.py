@@ -152,6 +152,12 @@ class Switch:
 def unwrap(model: Any) -> PreTrainedModel:
     """The transformers model in what the user passed: the model itself, or inside PEFT's.
 
+    Args:
+        model: what the user passed.
+
+    Returns:
+        The causal language model with its head.
+
     Raises:
         TypeError: it is no transformers model.
         ValueError: it has no language-model head, or its parameters lie on several devices.
@@ -190,3 +196,20 @@ def layer_of(model: nn.Module, attention: nn.Module) -> nn.Module:
             return model.get_submodule(path)
         path = parent
     return attention
+
+
+@contextmanager
+def without_traces(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run a model without gradients, in training or evaluation mode, and leave it as it was.
+
+    Every module's mode comes back, and so do the random generators.
+    """
+    device = next(model.parameters()).device
+    before = {module: module.training for module in model.modules()}
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model.train(training)
+        try:
+            yield
+        finally:
+            for module, was in before.items():
+                module.training = was

@@ -17,6 +17,11 @@ from oomb.profiling.stage import stage
 class InstalledModel:
     """Knows a model's decoder layers, and switches the engine in for as long as a chunk takes.
 
+    Args:
+        model: the model.
+        facts: what its probe found.
+        activation_policy: what a chunk keeps between its forward and its backward.
+
     Attributes:
         model: the model.
         facts: what its probe found.

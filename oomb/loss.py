@@ -32,6 +32,9 @@ def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     Args:
         logits: [B, n, vocab].
         targets: int64 [B, n], shifted already; -100 ignored.
+
+    Returns:
+        The sum, 0-d.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return functional.cross_entropy(

@@ -1,11 +1,16 @@
 """What every test gets: fixed seeds, uninitialised memory that shows, and skips without a GPU."""
 
+import os
 import random
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
+
+# Tiny models gain nothing from threads, and tests run side by side; notebooks' kernels inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -49,6 +49,10 @@ class PageTable:
     def segments(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Cut tokens [first, last) at segment borders.
 
+        Args:
+            first: logical token number.
+            last: logical token number behind the last token.
+
         Returns:
             (segment, start, stop) per piece, with start and stop counted inside the segment.
         """

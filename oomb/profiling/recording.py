@@ -56,6 +56,12 @@ class Recorder:
     def save(self, path: str | os.PathLike) -> Path:
         """Write the recording. The file appears whole or not at all.
 
+        Args:
+            path: the file to write; an existing one is replaced.
+
+        Returns:
+            The path.
+
         Raises:
             OSError: the folder does not exist or cannot be written.
             TypeError: `notes` holds what JSON cannot.
@@ -132,6 +138,12 @@ class Recording:
 
 def load_recording(path: str | os.PathLike) -> Recording:
     """Read a `run.oomb` file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Its header and columns.
 
     Raises:
         OSError: the file does not exist or cannot be read.

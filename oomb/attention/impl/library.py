@@ -22,13 +22,16 @@ CUDA_MAX_HEAD_DIM = 256
 def obstacle(
     device: torch.device, dtype: torch.dtype, head_dims: set[int], *, deterministic: bool
 ) -> str | None:
-    """Why these kernels cannot run a model here, or None if they can.
+    """Look for a reason why these kernels cannot run a model here.
 
     Args:
         device: where the model lives.
         dtype: dtype of its K and V.
         head_dims: head dims of its layers.
         deterministic: whether every run must give the same bits.
+
+    Returns:
+        The reason, as part of a sentence, or None if they can.
     """
     op, dtypes = (CUDA_OP, CUDA_DTYPES) if device.type == "cuda" else (CPU_OP, CPU_DTYPES)
     if device.type not in ("cpu", "cuda"):
