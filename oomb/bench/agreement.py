@@ -5,7 +5,9 @@ transformers with layer checkpointing and SDPA; ours is one engine step. Every p
 is compared, and time and peak memory of both are printed side by side.
 
 How closely two bf16 runs can agree at all is measured too: by the ordinary run with another
-attention kernel, and with --exact by each run's error against the ordinary run in fp32.
+attention kernel, and with --exact by the error of each against the ordinary run in fp32. A row
+agrees if gradient norms differ by less than 0.5 % and no parameter's cosine is below 0.999, or
+below what the two ordinary kernels reach with each other where that is less.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out:
         report = {**_machine(), "command": " ".join(sys.argv), "rows": rows}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if all(row["agrees"] for row in rows) else 1
+    return 0 if all(row.get("agrees", True) for row in rows) else 1
 
 
 def compare(
@@ -74,42 +76,62 @@ def compare(
     """One length: every run, every parameter's gradient, time and memory."""
     ids = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
     truth = _exact_gradients(model, ids) if exact else None
-    ordinary = _measure(model, lambda: _ordinary_run(model, ids, SDPBackend.CUDNN_ATTENTION))
-    expected = _take_gradients(model)
-    _ordinary_run(model, ids, SDPBackend.FLASH_ATTENTION)
-    other_kernel = _take_gradients(model)
+    try:
+        ordinary = _measure(model, lambda: _ordinary_run(model, ids, SDPBackend.CUDNN_ATTENTION))
+        expected = _take_gradients(model)
+        _ordinary_run(model, ids, SDPBackend.FLASH_ATTENTION)
+        other_kernel = _take_gradients(model)
+    except torch.OutOfMemoryError:
+        ordinary = expected = other_kernel = None
     with oomb.Engine(model, config) as engine:
         ours = _measure(model, lambda: engine.step(ids).loss)
         backend, grads = engine.attention_backend, _take_gradients(model)
-    norm, expected_norm = _norm(grads), _norm(expected)
-    cosines = {name: _cosine(grads[name], expected[name]) for name in grads}
-    floor = {name: _cosine(other_kernel[name], expected[name]) for name in grads}
-    worst = sorted(cosines, key=cosines.__getitem__)[:8]
     row = {
         "tokens": length,
         "backend": backend,
         "chunk": config.chunk_size,
+        "page": config.page_size,
         "segment_pages": config.segment_pages,
         "policy": config.activation_policy,
         "loss": ours["loss"],
-        "loss_ordinary": ordinary["loss"],
-        "grad_norm": norm,
-        "grad_norm_ordinary": expected_norm,
-        "parameters": len(cosines),
-        "parameters_below_0.999": sum(cosine < 0.999 for cosine in cosines.values()),
-        "same_for_two_ordinary_kernels": sum(cosine < 0.999 for cosine in floor.values()),
-        "worst": {name: [cosines[name], floor[name]] for name in worst},
-        "worst_of_two_ordinary_kernels": min(floor.values()),
+        "grad_norm": _norm(grads),
         "tokens_per_s": length / ours["seconds"],
-        "tokens_per_s_ordinary": length / ordinary["seconds"],
         "peak_gib": ours["peak_gib"],
-        "peak_gib_ordinary": ordinary["peak_gib"],
+        "ordinary": "out of memory",
     }
+    if ordinary is not None:
+        row["ordinary"] = {
+            "loss": ordinary["loss"],
+            "grad_norm": _norm(expected),
+            "tokens_per_s": length / ordinary["seconds"],
+            "peak_gib": ordinary["peak_gib"],
+        }
+        row |= _agreement(grads, expected, other_kernel)
     if truth is not None:
         row |= _errors(truth, grads, expected)
-    row["agrees"] = abs(norm / expected_norm - 1) < 0.005 and min(cosines.values()) >= 0.999
     print(json.dumps(row, indent=1), flush=True)
     return row
+
+
+def _agreement(
+    ours: dict[str, torch.Tensor],
+    ordinary: dict[str, torch.Tensor],
+    other_kernel: dict[str, torch.Tensor],
+) -> dict[str, Any]:
+    """Cosines with the ordinary run, beside those of the ordinary run with another kernel."""
+    cosines = {name: _cosine(ours[name], ordinary[name]) for name in ours}
+    floor = {name: _cosine(other_kernel[name], ordinary[name]) for name in ours}
+    worst = sorted(cosines, key=cosines.__getitem__)[:5]
+    norms_agree = abs(_norm(ours) / _norm(ordinary) - 1) < 0.005
+    return {
+        "agrees": norms_agree and min(cosines.values()) >= min(0.999, *floor.values()),
+        "parameters": len(cosines),
+        "worst_cosine": min(cosines.values()),
+        "worst_cosine_of_two_ordinary_kernels": min(floor.values()),
+        "below_0.999": sum(cosine < 0.999 for cosine in cosines.values()),
+        "below_0.999_of_two_ordinary_kernels": sum(cosine < 0.999 for cosine in floor.values()),
+        "worst": {name: [cosines[name], floor[name]] for name in worst},
+    }
 
 
 def _errors(
