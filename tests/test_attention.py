@@ -600,5 +600,5 @@ def test_backends_never_import_each_other_and_only_the_chooser_imports_them():
     assert names >= {"library", "reference"}
     for path in package.rglob("*.py"):
         inside = {name for name in imported(path) if name.startswith("oomb.attention.impl")}
-        allowed = path == package / "attention" / "api.py"
+        allowed = path == package / "attention" / "choose.py"
         assert allowed == bool(inside), f"{path} imports {inside}"

@@ -65,7 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     rows = [compare(model, length, config, exact=options.exact) for length in options.lengths]
     if options.out:
-        report = {**_machine(), "command": " ".join(sys.argv), "rows": rows}
+        given = ["--lengths", *map(str, options.lengths), "--chunk", str(options.chunk)]
+        given += ["--policy", options.policy, *(["--exact"] if options.exact else [])]
+        command = "python -m oomb.bench.agreement " + " ".join(given)
+        report = {**_machine(), "command": command, "rows": rows}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(row.get("agrees", True) for row in rows) else 1
 
