@@ -43,7 +43,7 @@ class EngineConfig:
 
     grad_dtype: torch.dtype = torch.float32
     """Dtype of parameters' `.grad`, or the parameter's own dtype where that is wider. torch's Adam
-    optimizers want the parameter's own; a bf16 sum over chunks loses more the more chunks there are."""
+    optimizers want the parameter's own; a bf16 sum loses more the more chunks there are."""
 
     page_grad_dtype: torch.dtype = torch.float32
     """Dtype in which page gradients accumulate, or the model's own dtype where that is wider."""
