@@ -89,7 +89,7 @@ def compare(
     with oomb.Engine(model, config) as engine:
         ours = _measure(model, lambda: engine.step(ids).loss)
         backend, grads = engine.attention_backend, _take_gradients(model)
-    row = {
+    row: dict[str, Any] = {
         "tokens": length,
         "backend": backend,
         "chunk": config.chunk_size,
