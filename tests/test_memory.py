@@ -7,7 +7,7 @@ from helpers import tiny_model
 import oomb
 from oomb.profiling import LiveBytes
 
-CHUNK = 512
+CHUNK = 1024
 
 
 def peak_bytes(tokens, policy):
@@ -23,7 +23,7 @@ def peak_bytes(tokens, policy):
     ids = torch.randint(0, 97, (1, tokens))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    config = oomb.EngineConfig(chunk_size=CHUNK, page_size=64, activation_policy=policy)
+    config = oomb.EngineConfig(chunk_size=CHUNK, page_size=128, activation_policy=policy)
     with oomb.Engine(model, config) as engine, LiveBytes() as live:
         engine.step(ids)
     assert live.current == pytest.approx(0, abs=200), "something outlives the step"
