@@ -44,7 +44,7 @@ def demo(
         Path | None, typer.Option(help="Folder of a transformers causal LM and its tokenizer.")
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of each training step.")] = 16384,
-    chunk: Annotated[int, typer.Option(help="Tokens computed at once.")] = 1024,
+    chunk: Annotated[int, typer.Option(help="Tokens computed at once.")] = 2048,
     page: Annotated[int, typer.Option(help="Tokens of one K/V page; divides --chunk.")] = 128,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 3,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 5e-4,
@@ -60,6 +60,8 @@ def demo(
 
     Exit code 1: a gradient differs by more than 1e-5. Exit code 2: bad input, nothing was done.
     """
+    # Threads that spin while they wait would lose a core to any other busy program.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Imported here, so that --help and --version do not wait for PyTorch and transformers.
     from oomb.demo.inputs import DemoOptions, InputError, load
     from oomb.demo.report import Progress, show_figures, show_inputs, without_infinities

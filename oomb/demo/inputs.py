@@ -30,7 +30,7 @@ class DemoOptions:
     text: Path | None = None
     model: Path | None = None
     context: int = 16384
-    chunk: int = 1024
+    chunk: int = 2048
     page: int = 128
     steps: int = 3
     lr: float = 5e-4
