@@ -20,46 +20,46 @@ GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class EngineConfig:
     """How the engine cuts, stores and computes a sequence.
 
+    Attributes:
+        chunk_size: tokens computed at once (C). Activations are alive for one chunk only.
+        page_size: tokens of one layer's K and V stored together (P). Must divide `chunk_size`.
+        segment_pages: consecutive pages stored and attended together; None takes as many as a
+            chunk has.
+        attention_backend: `library` is the vendor's kernels (cuDNN on CUDA, flash attention on a
+            CPU), `reference` is plain PyTorch, `auto` picks one and says which.
+        activation_policy: what a chunk keeps between forward and backward: `keep` everything,
+            `selective` each layer's input and attention output, `layer` each layer's input only.
+            The rest is computed again.
+        grad_dtype: dtype of parameters' `.grad`, or the parameter's own dtype where that is wider.
+            torch's Adam optimizers want the parameter's own; a bf16 sum loses more the more chunks
+            there are.
+        page_grad_dtype: dtype in which page gradients accumulate, or the model's own dtype where
+            that is wider.
+        deterministic: use only kernels that give the same bits on every run, or refuse.
+        check_replay: compare every K and V that the sweep computes again with its page, bit for
+            bit.
+        restore_grads: accumulate beside existing gradients and add at the end, so that a step that
+            raises leaves them as they were. Costs a second gradient buffer for parameters that
+            hold one.
+        recorder: an object with `on_event(event)`; it receives every `oomb.profiling.Event` of the
+            engine.
+
     Raises:
         TypeError: a field has the wrong type.
         ValueError: a field has a value that cannot work; the message says what would.
     """
 
     chunk_size: int = 4096
-    """Tokens computed at once (C). Activations are alive for one chunk only."""
-
     page_size: int = 128
-    """Tokens of one layer's K and V stored together (P). Must divide `chunk_size`."""
-
     segment_pages: int | None = None
-    """Consecutive pages stored and attended together; None takes as many as a chunk has."""
-
     attention_backend: AttentionBackendName = "auto"
-    """`library` is the vendor's kernels, `reference` is plain PyTorch, `auto` picks and says."""
-
     activation_policy: ActivationPolicy = "selective"
-    """What a chunk keeps between forward and backward: `keep` everything, `selective` each layer's
-    input and attention output, `layer` each layer's input only. The rest is computed again."""
-
     grad_dtype: torch.dtype = torch.float32
-    """Dtype of parameters' `.grad`, or the parameter's own dtype where that is wider. torch's Adam
-    optimizers want the parameter's own; a bf16 sum loses more the more chunks there are."""
-
     page_grad_dtype: torch.dtype = torch.float32
-    """Dtype in which page gradients accumulate, or the model's own dtype where that is wider."""
-
     deterministic: bool = False
-    """Use only kernels that give the same bits on every run, or refuse."""
-
     check_replay: bool = False
-    """Compare every K and V that the sweep computes again with its page, bit for bit."""
-
     restore_grads: bool = False
-    """Accumulate beside existing gradients and add at the end, so that a step that raises leaves
-    them as they were. Costs a second gradient buffer for parameters that hold one."""
-
     recorder: Any | None = None
-    """An object with `on_event(event)`; it receives every `oomb.profiling.Event` of the engine."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_size", "page_size"):
@@ -108,4 +108,6 @@ def _one_of(name: str, value: Any, allowed: tuple) -> None:
 
 def _nearest_multiples(size: int, step: int) -> str:
     below = size // step * step
-    return f"use {below} or {below + step}" if below else f"use {step}"
+    if below:
+        return f"use chunk_size={below} or {below + step}"
+    return f"use chunk_size={step}, or a page_size that divides {size}"

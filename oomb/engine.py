@@ -114,12 +114,15 @@ class Engine:
             input_ids: int [B, N], on the CPU or the model's device.
             labels: int [B, N], not shifted, -100 ignored.
             attention_mask: [B, N], 1 on tokens, 0 on padding to their right.
-            position_ids: int [B, N] or [1, N]; a jump other than +1 starts a new document.
-            document_ids: int [B, N]; no document sees another, positions restart in each.
+            position_ids: int [B, N] or [1, N]; without document_ids a jump other than +1 starts a
+                new document. Positions beyond those a model was trained on are not refused.
+            document_ids: int [B, N]; no document sees another. Positions restart in each, unless
+                position_ids says otherwise.
             num_items_in_batch: divide the summed loss by this instead of by the counted labels.
 
         Returns:
-            Loss, counted labels, peak memory and timings.
+            `.loss` (0-d, NaN where no label counts, as in transformers), `.num_label_tokens`,
+            `.peak_memory` (bytes on a GPU, None on a CPU) and `.timings` (seconds).
 
         Raises:
             TypeError: an argument or an existing gradient has the wrong type or dtype.
@@ -145,7 +148,7 @@ class Engine:
         document_ids: torch.Tensor | None = None,
         num_items_in_batch: float | torch.Tensor | None = None,
     ) -> Generator[ChunkState, None, StepResult]:
-        """`step`, halting after each chunk of fill and sweep.
+        """`step`, halting after each chunk of fill and sweep; the generator returns the StepResult.
 
         The arguments and errors are those of `step`; they are checked before this returns.
         Closing the generator early, or an exception, leaves no page, hook or random state behind:

@@ -1,9 +1,16 @@
 """The README says what was measured, and shows what is there."""
 
+import json
 import re
 from pathlib import Path
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import oomb
 from oomb.bench.table import agreement_table
+from oomb_assets import demo_model_dir
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -14,9 +21,7 @@ def test_the_table_is_the_recorded_one():
 
 
 def test_numbers_around_the_table_are_the_recorded_ones():
-    from json import loads
-
-    exact = loads((ROOT / "assets" / "results" / "agreement_fp32_h200.json").read_text())
+    exact = json.loads((ROOT / "assets" / "results" / "agreement_fp32_h200.json").read_text())
     row = exact["rows"][0]
     assert f"{100 * row['error']:.2f} % for OOMB" in README
     assert f"{100 * row['error_ordinary']:.2f} % for transformers" in README
@@ -32,20 +37,14 @@ def test_every_local_link_leads_somewhere():
 
 
 def test_the_five_line_example_runs():
-    """As printed, with a tiny model in the place of the reader's."""
-    import torch
-    from helpers import tiny_model
-
+    """As printed, with the shipped model in the reader's folder."""
     code = re.search(r"```python\n(.*?)```", README, re.S).group(1)
-    assert len(code.strip().splitlines()) <= 6
-    model = tiny_model("llama", torch.float32)
-    before = [p.detach().clone() for p in model.parameters()]
-    names = {
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
-        "input_ids": torch.randint(0, 97, (1, 40)),
-    }
+    assert len(code.strip().splitlines()) == 5
+    ids = torch.randint(0, 2048, (1, 40))
+    names = {"AutoModelForCausalLM": AutoModelForCausalLM, "torch": torch, "oomb": oomb}
+    names |= {"folder": demo_model_dir(), "input_ids": ids}
     exec(code, names)
-    assert float(names["result"].loss) > 0
-    changed = zip(model.parameters(), before, strict=True)
+    before = AutoModelForCausalLM.from_pretrained(demo_model_dir(), dtype=torch.float32)
+    assert float(names["result"].loss) == pytest.approx(float(before(ids, labels=ids).loss))
+    changed = zip(names["model"].parameters(), before.parameters(), strict=True)
     assert not any(torch.equal(a, b) for a, b in changed)

@@ -200,7 +200,10 @@ def _load_model(folder: Path, device: torch.device) -> Any:
             folder, local_files_only=True, dtype=torch.float32, attn_implementation="sdpa"
         )
     except Exception as error:
-        raise InputError(f"The model in {folder} cannot be loaded: {_one_line(error)}") from error
+        reason = _one_line(error)
+        if "scaled_dot_product_attention" in reason:  # what transformers says of it is misleading
+            reason = "it has no attention that chunk recurrence could take part in"
+        raise InputError(f"The model in {folder} cannot be loaded: {reason}.") from error
     return model.to(device).eval()
 
 

@@ -131,8 +131,9 @@ def _costs(figures: dict[str, Any], console: Console) -> Table:
     )
     pages = human_bytes(ours["kv_pages"] + ours["page_gradients"])
     table.add_row("pages: K/V and gradients", "-", pages)
-    average = sum(chunk_seconds) / len(chunk_seconds)
-    table.add_row("seconds", f"{seconds['whole']:.1f}", f"{average:.1f}")
+    timed = chunk_seconds[1:] or chunk_seconds  # the first step also counted bytes
+    average = sum(timed) / len(timed)
+    table.add_row("seconds, about", f"{seconds['whole']:.1f}", f"{average:.1f}")
     if whole["length"] < ours["length"]:
         need, free = live["whole_at_context_estimate"], live["free"]
         table.caption = (
