@@ -1,6 +1,8 @@
 """The teaching helpers: guesses without a reader, checked exercises, pictures with something on."""
 
 import io
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,7 +31,7 @@ def test_predict_without_a_reader_shows_the_question_and_returns_none(monkeypatc
 
     monkeypatch.setattr("builtins.input", nobody)
     assert w.predict("How many bytes?", "MB") is None
-    assert "How many bytes? [MB]" in capsys.readouterr().out
+    assert capsys.readouterr().out == "How many bytes? [MB] (no guess)\n"
 
 
 def test_predict_returns_the_guess(monkeypatch):
@@ -73,16 +75,42 @@ def test_predict_asks_the_reader_of_a_notebook():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("12", 12), ("-0.5", -0.5), ("1e-7", 1e-7), ("1.5M", 1.5e6), ("40%", 0.4), ("1,024", 1024)],
+    [
+        ("12", 12),
+        ("-0.5", -0.5),
+        (".5", 0.5),
+        ("1e-7", 1e-7),
+        ("1.5M", 1.5e6),
+        ("40%", 0.4),
+        ("1,024", 1024),
+        ("1,234,567.5", 1234567.5),
+        ("12 000", 12_000),
+        ("12\u202f000", 12_000),
+        ("1_000", 1000),
+        ("64K tokens", 64_000),
+        (" 12 000 tokens ", 12_000),
+        ("1 token", 1),
+        ("20 k", 20_000),
+    ],
 )
 def test_numbers_are_read_as_people_write_them(text, value):
-    assert parse_number(text) == pytest.approx(value)
+    assert parse_number(text, "tokens") == pytest.approx(value)
 
 
-@pytest.mark.parametrize("text", ["", "many", "1.2.3", "3 4", "e5"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "many", "1.2.3", "3 4", "e5", ".", "0,5", "1,5", "0,500", "12,3456", "1,,000", "3 GB",
+     "k", "tokens", "1,024 000 0"],
+)  # fmt: skip
 def test_other_text_is_no_number(text):
     with pytest.raises(ValueError, match="is not a number"):
-        parse_number(text)
+        parse_number(text, "tokens")
+
+
+def test_a_decimal_comma_is_asked_again(monkeypatch, capsys):
+    _reader(monkeypatch, "0,5", "0.5 times")
+    assert w.predict("How much?", "times") == 0.5
+    assert "'0,5' is not a number; write for instance 12, 0.5," in capsys.readouterr().out
 
 
 def test_reveal_sets_guess_beside_measurement(capsys):
@@ -129,6 +157,14 @@ def test_an_unknown_exercise_is_refused():
         w.check("nothing", None)
 
 
+@pytest.mark.parametrize("answer", [344064, float("nan"), torch.zeros(1)])
+@pytest.mark.parametrize("exercise", ["page_bytes", "chunked_loss", "recurrent_step"])
+def test_a_result_in_place_of_the_function_is_told_so(exercise, answer):
+    verdict = w.judge(exercise, answer)
+    assert not verdict.passed
+    assert f"function, not its result: check('{exercise}', {exercise})" in verdict.message
+
+
 def _kv(config):
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
@@ -137,6 +173,8 @@ def _kv(config):
     ("answer", "said"),
     [
         (lambda c: _kv(c) * 6, None),
+        (lambda c: _kv(c) // c.head_dim * c.hidden_size // c.num_attention_heads * 6, None),
+        (lambda c: _kv(c) // c.head_dim * c.hidden_size * 6, "width of one head"),
         (lambda c: _kv(c) * 6 * c.num_attention_heads // c.num_key_value_heads, "query heads"),
         (lambda c: _kv(c) * 3, "a K and a V"),
         (lambda c: _kv(c) * 6 // c.num_hidden_layers, "one layer"),
@@ -145,6 +183,7 @@ def _kv(config):
         (lambda c: _kv(c) * 8, "in fp32"),
         (lambda c: _kv(c), "numbers, not bytes"),
         (lambda c: 1, "Count one token"),
+        (lambda c: float("nan"), "Count one token"),
     ],
 )
 def test_page_bytes_names_the_mistake(answer, said):
@@ -207,6 +246,7 @@ def _all_at_once(logits, labels, chunk):
         (_sum_over_count, None),
         (_mean_of_means, "mean of the chunks' means"),
         (_mean_of_means_with_nan, "means"),
+        (lambda logits, labels, chunk: float("nan"), "mean of 0/0"),
         (_divide_by_positions, "divides by all positions"),
         (_not_shifted, "not shifted"),
         (_shifted_twice, "shifted twice"),
@@ -250,6 +290,50 @@ def _mean_loss(cell, chunks, labels, state):
     return total.detach()
 
 
+def _mean_of_means_step(cell, chunks, labels, state):
+    """The commonest wrong answer: fill, sweep, and each chunk's own mean (the first: NaN)."""
+    states = [state]
+    with torch.no_grad():
+        for ids in chunks[:-1]:
+            states.append(cell(ids, states[-1])[1])
+    total, grad = 0, torch.zeros_like(state)
+    for ids, targets, start in zip(chunks[::-1], labels[::-1], states[::-1], strict=True):
+        logits, end = cell(ids, start.requires_grad_())
+        term = cross_entropy(logits, targets) / len(chunks)
+        torch.autograd.backward((term, end), (None, grad))
+        grad, total = start.grad, total + term.detach()
+    return total
+
+
+def _right_loss_and(gradient):
+    """The right loss beside gradients that are all, or of one parameter only, `gradient`."""
+
+    def step(cell, chunks, labels, state, names=("embed", "mix", "head")):
+        loss = _one_chunk_alive(cell, chunks, labels, state)
+        for name in names:
+            getattr(cell, name).grad.fill_(gradient)
+        return loss
+
+    return step
+
+
+def _only_the_last_is_nan(*args):
+    return _right_loss_and(float("nan"))(*args, names=["head"])
+
+
+def _nan_loss(*args):
+    return _one_chunk_alive(*args) * float("nan")
+
+
+def _right_loss_mean_gradients(*args):
+    _mean_of_means_step(*args)
+    return _no_backward(*args)
+
+
+def _sum_step(*args):
+    return _one_chunk_alive(*args) * (torch.cat(args[2]) != -100).sum()
+
+
 def _no_backward(cell, chunks, labels, state):
     with torch.no_grad():
         return cross_entropy(cell(torch.cat(chunks), state)[0], torch.cat(labels))
@@ -279,7 +363,15 @@ def _every_prefix_again(cell, chunks, labels, state):
         (_detached, "truncated BPTT"),
         (_forwards, "truncated BPTT"),
         (_whole, "one chunk needs"),
-        (_mean_loss, "divide once"),
+        (_mean_loss, "mean of the chunks' means: chunks count different"),
+        (_mean_of_means_step, "mean of the chunks' means. The first chunk counts no label"),
+        (_nan_loss, "0/0"),
+        (_sum_step, "That is the sum"),
+        (lambda *args: 0.0, "Add sums over chunks"),
+        (_right_loss_and(float("nan")), "gradients hold NaN"),
+        (_only_the_last_is_nan, "gradients hold NaN"),
+        (_right_loss_mean_gradients, "those of the mean of the chunks' means"),
+        (_right_loss_and(float("inf")), "not (largest difference inf)"),
         (_no_backward, "call backward"),
         (_every_prefix_again, "ran 36 times"),
     ],
@@ -288,6 +380,20 @@ def test_recurrent_step_names_the_mistake(answer, said):
     verdict = w.judge("recurrent_step", answer)
     assert verdict.passed == (said is None), verdict.message
     assert said is None or said in verdict.message
+
+
+# --- the module itself -------------------------------------------------------------------------
+
+
+def test_no_warning_about_missing_ipywidgets_reaches_a_reader():
+    code = """
+import sys, warnings
+import oomb_widgets
+assert "transformers" not in sys.modules, "imported before the filter is set"
+warnings.warn("IProgress not found. Please update jupyter and ipywidgets.")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 # --- pictures --------------------------------------------------------------------------------
@@ -386,6 +492,11 @@ def test_terms_that_come_too_late_are_counted():
 def test_an_order_must_name_each_chunk_once():
     with pytest.raises(ValueError, match=r"each chunk 0\.\.2 once"):
         w.gradient_flow([0, 1, 1])
+
+
+def test_a_nan_is_drawn_as_wrong_and_named_the_largest():
+    picture = w.gradient_differences({"means": {"Wk": 0.5, "Wq": float("nan")}})
+    assert "means: largest nan over 2 parameters" in repr(picture)
 
 
 def test_the_film_says_when_each_chunk_is_complete():

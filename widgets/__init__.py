@@ -1,5 +1,7 @@
 """Teaching helpers for the notebooks: guesses, checked exercises and static pictures."""
 
+import warnings
+
 from oomb_widgets.alive import alive
 from oomb_widgets.check import check, judge
 from oomb_widgets.differences import gradient_differences
@@ -8,6 +10,9 @@ from oomb_widgets.maps import gradient_flow, who_reads_whom
 from oomb_widgets.page_table import page_film, page_table
 from oomb_widgets.picture import Picture, count, size
 from oomb_widgets.predict import predict, reveal
+
+# Nothing above imports transformers, whose progress bars ask for ipywidgets; none is needed here.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 __all__ = [
     "Picture",

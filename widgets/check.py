@@ -6,7 +6,7 @@ from typing import Any
 from oomb_widgets.exercise_bytes import judge_page_bytes
 from oomb_widgets.exercise_loss import judge_chunked_loss
 from oomb_widgets.exercise_recurrence import judge_recurrent_step
-from oomb_widgets.verdict import NOT_YET, NotYet, Verdict
+from oomb_widgets.verdict import NOT_YET, NotYet, Verdict, is_empty
 
 EXERCISES: dict[str, Callable[[Any], Verdict]] = {
     "page_bytes": judge_page_bytes,
@@ -36,6 +36,12 @@ def judge(exercise: str, answer: Any) -> Verdict:
     """
     if exercise not in EXERCISES:
         raise ValueError(f"no exercise {exercise!r}; there are {', '.join(EXERCISES)}")
+    if not callable(answer) and not is_empty(answer):
+        return Verdict(
+            False,
+            f"Give check your function, not its result: check({exercise!r}, {exercise}), with "
+            "nothing called.",
+        )
     try:
         return EXERCISES[exercise](answer)
     except NotYet:

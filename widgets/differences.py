@@ -33,7 +33,7 @@ def gradient_differences(
         ax = figure.subplots()
         for row, differences in enumerate(ways.values()):
             values = np.maximum(np.array(list(differences.values())), _FLOOR)
-            colours = [COLOURS["wrong" if v > 1e-3 else "right"] for v in values]
+            colours = [COLOURS["right" if v <= 1e-3 else "wrong"] for v in values]
             spread = 0.25 * np.sin(2.4 * np.arange(len(values)))  # so that equal dots stay apart
             ax.scatter(values, row + spread, c=colours, s=34, alpha=0.75, linewidths=0)
             if len(values) <= 8:
@@ -56,14 +56,15 @@ def gradient_differences(
         ax.grid(axis="x", color=COLOURS["grid"], lw=0.8)
         ax.set_title(title, loc="left", pad=18 if guess or rounding else 6)
     parts = [
-        f"{way}: largest {max(d.values()):.1e} over {len(d)} parameters" for way, d in ways.items()
+        f"{way}: largest {np.max(list(d.values())):.1e} over {len(d)} parameters"
+        for way, d in ways.items()
     ]
     return Picture(figure, "Relative gradient differences. " + "; ".join(parts) + ".")
 
 
 def _names(ax, row: int, differences: Mapping[str, float]) -> None:
     """Name the wrong parameters, and the right ones together: few enough to be read."""
-    wrong = {name: v for name, v in differences.items() if v > 1e-3}
+    wrong = {name: v for name, v in differences.items() if not v <= 1e-3}
     if wrong:
         ax.text(3e-3 / 8, row, ", ".join(wrong), color=COLOURS["wrong"], ha="right", va="center",
                 size=9)  # fmt: skip

@@ -7,12 +7,14 @@ from oomb_widgets.verdict import Verdict, call, hint
 
 _MODELS = (
     SimpleNamespace(
+        hidden_size=320,
         num_hidden_layers=7,
         num_attention_heads=10,
         num_key_value_heads=2,
         head_dim=32,
     ),
     SimpleNamespace(
+        hidden_size=960,
         num_hidden_layers=11,
         num_attention_heads=15,
         num_key_value_heads=3,
@@ -33,6 +35,8 @@ def judge_page_bytes(answer: Callable) -> Verdict:
         wrong = {
             "That counts the query heads. Grouped-query attention stores one K and one V for "
             "each of num_key_value_heads.": true / model.num_key_value_heads * heads,
+            "That takes hidden_size for the width of one head; it is that of all query heads "
+            "together.": true * heads,
             "That is half: every token stores a K and a V.": true / 2,
             "That is one layer: each layer has pages of its own.": true / layers,
             "Each number in a page is 2 bytes and has a gradient of 4 bytes: 6 bytes for a "

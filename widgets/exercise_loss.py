@@ -55,7 +55,8 @@ def _wrong(logits: torch.Tensor, labels: torch.Tensor, chunk: int) -> dict[str, 
     return {
         mean_of_means: sum(means) / len(pieces),
         mean_of_means + " ": sum(means) / len(means),
-        "A chunk whose labels are all ignored has a mean of 0/0. Add sums, then divide once.": nan,
+        "Is it the mean of the chunks' means? A chunk whose labels are all ignored has a mean of "
+        "0/0. Add sums, then divide once.": nan,
         "That adds the chunks' means without weighing them: add sums, then divide once.": sum(
             means
         ),

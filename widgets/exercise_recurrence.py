@@ -1,5 +1,6 @@
 """Exercise: exact gradients through a recurrent state, with one chunk alive."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
 from oomb.profiling import LiveBytes
-from oomb_widgets.verdict import Verdict, call
+from oomb_widgets.verdict import Verdict, call, hint
 
 _CHUNKS, _CHUNK, _WIDTH, _VOCAB = 8, 16, 16, 13
 
@@ -50,11 +51,12 @@ def judge_recurrent_step(answer: Callable) -> Verdict:
     chunks, labels, state = _data()
     true = _run(_whole, chunks, labels, state)
     ours = _run(lambda *args: call(answer, *args), chunks, labels, state)
-    if abs(ours.loss - true.loss) > 1e-9:
-        why = "add sums over chunks and divide once by the counted labels of all chunks"
-        return Verdict(False, f"The loss is {ours.loss:.6f}, it should be {true.loss:.6f}: {why}.")
+    # "not <=" rather than ">": a NaN is wrong too.
+    if not abs(ours.loss - true.loss) <= 1e-9:
+        why = hint(ours.loss, _wrong_losses(chunks, labels, state)) or _ADD_SUMS
+        return Verdict(False, f"The loss is {ours.loss:.6f}, it should be {true.loss:.6f}. {why}")
     error = _difference(ours, true)
-    if error > 1e-9:
+    if not error <= 1e-9:
         return Verdict(False, _why_gradients_differ(ours, chunks, labels, state, error))
     best = _run(_one_chunk_alive, chunks, labels, state)
     if ours.peak > 1.5 * best.peak:
@@ -77,10 +79,47 @@ def judge_recurrent_step(answer: Callable) -> Verdict:
     )
 
 
+_ADD_SUMS = "Add sums over chunks and divide once by the counted labels of all chunks."
+_NO_LABEL = "The first chunk counts no label, so its mean is 0/0, not a number."
+
+
+def _wrong_losses(chunks, labels, state) -> dict[str, float]:
+    """Each plausible mistake: its hint and the loss it gives."""
+    sums, counted = [], []
+    with torch.no_grad():
+        cell = Cell()
+        for ids, targets in zip(chunks, labels, strict=True):
+            logits, state = cell(ids, state)
+            sums.append(float(cross_entropy(logits, targets, reduction="sum")))
+            counted.append(int((targets != -100).sum()))
+    means = [s / n for s, n in zip(sums, counted, strict=True) if n]
+    mean_of_means = "That is the mean of the chunks' means"
+    unequal = "chunks count different numbers of labels, so their means must not weigh alike"
+    return {
+        f"{mean_of_means}. {_NO_LABEL} {_ADD_SUMS}": float("nan"),
+        f"{mean_of_means}: {unequal}. {_ADD_SUMS}": sum(means) / len(sums),
+        f"{mean_of_means} that have a label: {unequal}. {_ADD_SUMS}": sum(means) / len(means),
+        f"That adds the chunks' means. {_ADD_SUMS}": sum(means),
+        f"That divides by all positions, and -100 does not count. {_ADD_SUMS}": sum(sums)
+        / (_CHUNKS * _CHUNK),
+        "That is the sum; divide it once by the counted labels of all chunks.": sum(sums),
+    }
+
+
 def _why_gradients_differ(ours: "_Run", chunks, labels, state, error: float) -> str:
     text = f"The loss is equal and the gradients are not (largest difference {error:.1e}). "
     if not ours.grads:
         return text + "No parameter has a gradient: call backward on each chunk's loss."
+    if math.isnan(error):
+        return (
+            "The loss is right and the gradients hold NaN. Is a chunk's sum divided by its own "
+            f"count? {_NO_LABEL} Divide by the counted labels of all chunks."
+        )
+    if _difference(ours, _run(_mean_of_means, chunks, labels, state)) < 1e-9:
+        return (
+            f"{text}They are those of the mean of the chunks' means: call backward on each chunk's "
+            "sum, divided by the counted labels of all chunks."
+        )
     if _difference(ours, _run(_detached, chunks, labels, state)) < 1e-9:
         return text + (
             "They equal those of truncated BPTT: no gradient crosses from a chunk to the one "
@@ -106,10 +145,14 @@ def _run(step: Callable, chunks, labels, state) -> _Run:
 
 
 def _difference(a: _Run, b: _Run) -> float:
-    """Largest relative difference over the parameters; infinite where one has no gradient."""
+    """Largest relative difference over the parameters; infinite where one has no gradient.
+
+    NaN where any gradient holds one: torch's max keeps it, and Python's may lose it.
+    """
     if a.grads.keys() != b.grads.keys():
         return float("inf")
-    return max(float((a.grads[n] - g).norm() / g.norm()) for n, g in b.grads.items())
+    errors = [(a.grads[n] - g).norm() / g.norm() for n, g in b.grads.items()]
+    return float(torch.stack(errors).max())
 
 
 def _data() -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
@@ -139,6 +182,15 @@ def _detached(cell, chunks, labels, state) -> torch.Tensor:
         term.backward()
         total += term.detach()
     return total
+
+
+def _mean_of_means(cell, chunks, labels, state) -> torch.Tensor:
+    total = 0
+    for ids, targets in zip(chunks, labels, strict=True):
+        logits, state = cell(ids, state)
+        total = total + cross_entropy(logits, targets) / len(chunks)
+    total.backward()
+    return total.detach()
 
 
 def _one_chunk_alive(cell, chunks, labels, state) -> torch.Tensor:

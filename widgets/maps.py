@@ -39,7 +39,8 @@ def who_reads_whom(num_chunks: int, halted: tuple[str, int] | None = None) -> Pi
     return Picture(
         figure,
         f"Two lower-triangular maps of {num_chunks} chunks{where}. Fill: chunk i reads the pages "
-        "of every chunk before it. Sweep: chunk i adds a gradient term to each of those pages.",
+        "of every chunk before it. Sweep: chunk i adds a gradient term to each of those pages. The "
+        "last chunk, whose pages nobody reads, needs no fill: it reads in the sweep.",
     )
 
 
@@ -50,7 +51,7 @@ def gradient_flow(
 
     Args:
         order: The chunks in the order their backward runs, each of 0..n-1 once.
-        strength: [n, n], the size of chunk i's term in chunk j's page gradients; darker cells
+        strength: [n, n], the size of chunk i's term in chunk j's page gradients; stronger cells
             are larger terms. None draws all terms alike.
         title: Text above the map; None counts the terms that arrived.
 

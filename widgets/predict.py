@@ -3,7 +3,10 @@
 import re
 
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "%": 1e-2}
-_NUMBER = re.compile(r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([kmg%]?)\s*", re.IGNORECASE)
+_NUMBER = (
+    r"([-+]?(?:[1-9]\d{0,2}(?:[,_\s]\d{3})+(?!\d)|\d*)(?:\.\d*)?(?:e[-+]?\d+)?)"  # 12 000 or 12000
+    r"\s*([kmg%]?)"
+)
 
 
 def predict(question: str, unit: str = "") -> float | None:
@@ -25,21 +28,23 @@ def predict(question: str, unit: str = "") -> float | None:
         try:
             text = input(f"{prompt}(a number, or Enter to skip) ")
         except (EOFError, OSError, RuntimeError):  # RuntimeError: a kernel that may not ask
-            print(f"Your guess: {prompt.rstrip()}")
+            print(f"{prompt.rstrip()} (no guess)")
             return None
         if not text.strip():
             return None
         try:
-            return parse_number(text)
+            return parse_number(text, unit)
         except ValueError as error:
             print(error)
 
 
-def parse_number(text: str) -> float:
+def parse_number(text: str, unit: str = "") -> float:
     """Read a number as people write it.
 
     Args:
-        text: For instance "12", "1e-7", "32k", "1.5M" or "40%".
+        text: For instance "12", "1e-7", "32k", "1.5M", "40%" or "12 000 tokens". A comma, space
+            or underscore is a separator of thousands; the decimal point is a point.
+        unit: May follow the number, with or without its last s. No other word may.
 
     Returns:
         The number; k, M and G are powers of a thousand.
@@ -47,12 +52,16 @@ def parse_number(text: str) -> float:
     Raises:
         ValueError: When `text` is not one number.
     """
-    match = _NUMBER.fullmatch(text.replace(",", ""))
+    words = "|".join(re.escape(word) for word in (unit, unit.removesuffix("s")))
+    match = re.fullmatch(rf"{_NUMBER}\s*(?:{words})?", text.strip(), re.IGNORECASE)
     try:
         number, suffix = match.groups()
-        return float(number) * _SUFFIXES[suffix.lower()]
+        return float(re.sub(r"[,_\s]", "", number)) * _SUFFIXES[suffix.lower()]
     except (AttributeError, ValueError):
-        raise ValueError(f"{text!r} is not a number; write for instance 12, 32k or 1e-7") from None
+        after = f", in {unit}" if unit else ""
+        raise ValueError(
+            f"{text!r} is not a number; write for instance 12, 0.5, 32k or 1e-7{after}"
+        ) from None
 
 
 def reveal(guess: float | None, measured: float, unit: str = "", *, exact: bool = False) -> None:

@@ -20,6 +20,11 @@ class NotYet(Exception):
     """The answer is still empty."""
 
 
+def is_empty(answer: Any) -> bool:
+    """Whether nothing was written yet: None or dots."""
+    return answer is None or answer is ...
+
+
 def call(answer: Callable, *args: Any) -> Any:
     """Call the reader's function.
 
@@ -39,7 +44,7 @@ def call(answer: Callable, *args: Any) -> Any:
         result = answer(*args)
     except NotImplementedError:
         raise NotYet from None
-    if result is None or result is ...:
+    if is_empty(result):
         raise NotYet
     return result
 
