@@ -151,6 +151,23 @@ def test_the_solutions_in_the_notebooks_pass_their_checks(committed):
         assert verdict.passed, f"{found[1]}: {verdict.message}"
 
 
+def test_the_solution_names_the_context_at_which_the_card_is_full():
+    notebook = _read("00_start_here")
+    cells = {c.id: c for c in notebook.cells}
+    scope: dict = {}
+    for name in ("start-05", "start-06", "start-08"):
+        exec(cells[name].source, scope)
+    model = cells["start-12"].source
+    exec(re.search(r"^seven_b = .*", model, re.MULTILINE)[0], scope)
+    exec(re.search(r"^per_token = .*", model, re.MULTILINE)[0], scope)
+    printed = re.search(r"parameters: ([\d.]+) GB", cells["start-13"].outputs[0].text)
+    scope |= {"card": 140e9, "fixed": float(printed[1]) * 1e9}
+    solution = cells["start-41"].source
+    exec(re.search(r"```python\n(.*?)```", solution, re.DOTALL)[1], scope)
+    formula, said = re.search(r"`(\(card [^`]*)`: about ([\d,]+) tokens", solution).groups()
+    assert eval(formula, scope) == pytest.approx(float(said.replace(",", "")), abs=1000)
+
+
 _IMPORTS = """
 import torch
 from torch.nn.functional import cross_entropy, pad

@@ -36,11 +36,14 @@ def who_reads_whom(num_chunks: int, halted: tuple[str, int] | None = None) -> Pi
         _order_arrow(fill, num_chunks, downwards=True, colour=COLOURS["fill"])
         _order_arrow(sweep, num_chunks, downwards=False, colour=COLOURS["sweep"])
     where = f", halted after {halted[0]} of chunk {halted[1]}" if halted else ""
+    last = (
+        "" if halted else " The last chunk, whose pages nobody reads, may read in the sweep only."
+    )
     return Picture(
         figure,
         f"Two lower-triangular maps of {num_chunks} chunks{where}. Fill: chunk i reads the pages "
-        "of every chunk before it. Sweep: chunk i adds a gradient term to each of those pages. The "
-        "last chunk, whose pages nobody reads, needs no fill: it reads in the sweep.",
+        "of every chunk before it. Sweep: chunk i adds a gradient term to each of those pages."
+        f"{last}",
     )
 
 
