@@ -101,7 +101,12 @@ def test_any_kind_of_integer_is_a_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "page", "advice"), [(100, 16, "use chunk_size=96 or 112"), (8, 16, "use chunk_size=16, or a page_size that divides 8"), (17, 16, "16 or")]
+    ("chunk", "page", "advice"),
+    [
+        (100, 16, "use chunk_size=96 or 112"),
+        (8, 16, "use chunk_size=16, or a page_size that divides 8"),
+        (17, 16, "16 or"),
+    ],
 )
 def test_chunk_size_is_a_multiple_of_page_size(chunk: int, page: int, advice: str) -> None:
     pattern = f"multiple of page_size.*chunk_size={chunk}.*page_size={page}.*{advice}"
