@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,8 @@ class Batch:
         ignored = torch.zeros((len(self.lengths), stop - start), dtype=torch.bool, device="cpu")
         for row, (length, starts) in enumerate(zip(self.lengths, self.documents, strict=True)):
             ignored[row, max(length - 1 - start, 0) :] = True
-            ignored[row, [first - 1 - start for first in starts if start < first <= stop]] = True
+            firsts = starts[bisect_right(starts, start) : bisect_right(starts, stop)]
+            ignored[row, [first - 1 - start for first in firsts]] = True
         targets = torch.full(ignored.shape, IGNORED, dtype=torch.int64, device=device)
         targets[:, : taken.shape[1]] = taken
         return targets.masked_fill_(ignored.to(device, non_blocking=True), IGNORED)
@@ -74,10 +76,10 @@ class Batch:
 
 def _latest_start(starts: list[int], start: int, stop: int) -> torch.Tensor:
     """For each column in [start, stop), the last document start at or before it."""
-    latest = torch.zeros(stop - start, dtype=torch.int64, device="cpu")
-    for first in starts:
-        if first < stop:
-            latest[max(first - start, 0) :] = first
+    following = bisect_right(starts, start)
+    latest = torch.full((stop - start,), starts[following - 1], dtype=torch.int64, device="cpu")
+    for first in starts[following : bisect_left(starts, stop)]:
+        latest[first - start :] = first
     return latest
 
 
@@ -140,23 +142,21 @@ def check_batch(
     if labels is not None:
         _check_labels(labels, lengths, vocab_size)
     documents = _documents(document_ids, position_ids, lengths)
-    batch = Batch(
+    if max_positions is not None:
+        _check_positions_fit(position_ids, lengths, documents, max_positions)
+    labels = input_ids if labels is None else labels
+    count = _count_labels(labels, lengths, documents)
+    denominator = count if num_items_in_batch is None else _denominator(num_items_in_batch)
+    return Batch(
         input_ids=input_ids,
-        labels=input_ids if labels is None else labels,
+        labels=labels,
         position_ids=position_ids,
         attention_mask=None if attention_mask is None else attention_mask.to(torch.bool, copy=True),
         lengths=lengths,
         documents=documents,
-        num_label_tokens=0,
-        denominator=0.0,
+        num_label_tokens=count,
+        denominator=float(denominator),
     )
-    if max_positions is not None:
-        _check_positions_fit(batch, max_positions)
-    count = _count_labels(batch)
-    denominator = count if num_items_in_batch is None else _denominator(num_items_in_batch)
-    object.__setattr__(batch, "num_label_tokens", count)
-    object.__setattr__(batch, "denominator", float(denominator))
-    return batch
 
 
 def _shape(x: torch.Tensor) -> str:
@@ -258,11 +258,11 @@ def _documents(
     return documents
 
 
-def _count_labels(batch: Batch) -> int:
+def _count_labels(labels: torch.Tensor, lengths: list[int], documents: list[list[int]]) -> int:
     """Counted labels: not ignored, not in column 0, not a document's first token, not padding."""
     count = 0
-    for row, (length, starts) in enumerate(zip(batch.lengths, batch.documents, strict=True)):
-        counted = batch.labels[row, 1:length] != IGNORED
+    for row, (length, starts) in enumerate(zip(lengths, documents, strict=True)):
+        counted = labels[row, 1:length] != IGNORED
         firsts = torch.tensor(starts[1:], device=counted.device, dtype=torch.int64) - 1
         count += int(counted.sum()) - int(counted[firsts].sum())
     return count
@@ -281,13 +281,18 @@ def _denominator(num_items_in_batch: Any) -> float:
     return float(items)
 
 
-def _check_positions_fit(batch: Batch, max_positions: int) -> None:
-    if batch.position_ids is not None:
-        longest = int(batch.position_ids.max()) + 1
+def _check_positions_fit(
+    position_ids: torch.Tensor | None,
+    lengths: list[int],
+    documents: list[list[int]],
+    max_positions: int,
+) -> None:
+    if position_ids is not None:
+        longest = int(position_ids.max()) + 1
     else:
         longest = max(
             b - a
-            for length, starts in zip(batch.lengths, batch.documents, strict=True)
+            for length, starts in zip(lengths, documents, strict=True)
             for a, b in zip(starts, [*starts[1:], max(length, starts[-1])], strict=True)
         )
     if longest > max_positions:
