@@ -65,12 +65,21 @@ def main(arguments: list[str] | None = None) -> int:
     )
     rows = [compare(model, length, config, exact=options.exact) for length in options.lengths]
     if options.out:
-        given = ["--lengths", *map(str, options.lengths), "--chunk", str(options.chunk)]
-        given += ["--policy", options.policy, *(["--exact"] if options.exact else [])]
-        command = "python -m oomb.bench.agreement " + " ".join(given)
-        report = {**_machine(), "command": command, "rows": rows}
+        report = {**_machine(), "command": _command(options), "rows": rows}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(row.get("agrees", True) for row in rows) else 1
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command that was run, less where its output went."""
+    words = ["python -m oomb.bench.agreement"]
+    for name, value in vars(options).items():
+        if name == "out" or value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words += map(str, value if isinstance(value, list) else [value])
+    return " ".join(words)
 
 
 def compare(
@@ -110,7 +119,7 @@ def compare(
             "peak_gib": ordinary["peak_gib"],
         }
         row |= _agreement(grads, expected, other_kernel)
-    if truth is not None:
+    if truth is not None and expected is not None:
         row |= _errors(truth, grads, expected)
     print(json.dumps(row, indent=1), flush=True)
     return row
