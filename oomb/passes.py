@@ -251,18 +251,16 @@ class Passes:
 
     def _compare_with_pages(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         for write in self._chunk.writes:
-            done = write.start
-            for page in self._history.segments(layer, write.row, write.first, write.last):
-                at = slice(done, done + page.k.shape[2])
-                for name, now, then in (("K", k, page.k), ("V", v, page.v)):
-                    if not torch.equal(now[write.row, :, at], then[0]):
-                        worst = float((now[write.row, :, at] - then[0]).detach().abs().max())
+            own_k, own_v = (x[write.row, :, write.start : write.stop].detach() for x in (k, v))
+            for at, page in self._history.pieces(layer, write.row, write.first, write.last):
+                for name, now, then in (("K", own_k, page.k), ("V", own_v, page.v)):
+                    if not torch.equal(now[:, at], then[0]):
+                        worst = float((now[:, at] - then[0]).abs().max())
                         raise RuntimeError(
                             f"check_replay: {name} of layer {layer}, chunk {self._chunk.index} "
                             f"differs between fill and sweep by up to {worst:.3g}; the model is "
                             "not repeatable (random numbers or state outside of torch's generators)"
                         )
-                done = at.stop
 
     def _hold_pages(self, chunk: Chunk) -> None:
         for write in chunk.writes:

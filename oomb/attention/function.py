@@ -106,12 +106,10 @@ def attend_backward(
     grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
     with stage("attention", call.layer):
         for write in call.chunk.writes:
-            done = write.start
-            for segment in call.history.segments(call.layer, write.row, write.first, write.last):
-                at = slice(done, done + segment.k.shape[2])
-                grad_k[write.row, :, at].copy_(segment.grad_k[0])
-                grad_v[write.row, :, at].copy_(segment.grad_v[0])
-                done = at.stop
+            own_k, own_v = (x[write.row, :, write.start : write.stop] for x in (grad_k, grad_v))
+            for at, page in call.history.pieces(call.layer, write.row, write.first, write.last):
+                own_k[:, at].copy_(page.grad_k[0])
+                own_v[:, at].copy_(page.grad_v[0])
         for own in call.chunk.own:
             rows, at = slice(*own.rows), slice(own.start, own.stop)
             here = [x[rows, :, at] for x in (grad_out, q, k, v, out, lse)]

@@ -68,12 +68,17 @@ class History:
 
     def write(self, layer: int, row: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v, each [kv heads, tokens, dim], as tokens `first` and on; slots are held."""
-        done = 0
-        for segment in self.segments(layer, row, first, first + k.shape[1]):
-            size = segment.k.shape[2]
-            segment.k[0].copy_(k[:, done : done + size])
-            segment.v[0].copy_(v[:, done : done + size])
-            done += size
+        for at, segment in self.pieces(layer, row, first, first + k.shape[1]):
+            segment.k[0].copy_(k[:, at])
+            segment.v[0].copy_(v[:, at])
+
+    def pieces(
+        self, layer: int, row: int, first: int, last: int
+    ) -> Iterator[tuple[slice, Segment]]:
+        """`segments`, each behind the token range it covers, counted from `first`."""
+        for segment in self.segments(layer, row, first, last):
+            start = segment.first - first
+            yield slice(start, start + segment.k.shape[2]), segment
 
     def segments(self, layer: int, row: int, first: int, last: int) -> Iterator[Segment]:
         """Tokens [first, last) of a row, a segment at a time, in order."""

@@ -21,9 +21,11 @@ except ImportError:
     _NVTX = None
 
 NO_BACKWARD = -1  # id of the running backward pass, where there is none
-CONTAINERS = ("phase", "chunk", "layer")
-KINDS = (*CONTAINERS, "projection", "selection", "attention", "mlp", "loss", "copy_in", "copy_out")
-KINDS += ("wait", "optimizer")
+KINDS = (
+    *("phase", "chunk", "layer"),  # containers
+    *("projection", "selection", "attention", "mlp", "loss"),
+    *("copy_in", "copy_out", "wait", "optimizer"),
+)
 
 
 @dataclass(frozen=True)
