@@ -1,7 +1,15 @@
 """Attention over paged history, a segment at a time."""
 
-from oomb.attention.api import Backend, Mask
+from oomb.attention.api import Backend, LayerCall, Mask
 from oomb.attention.choose import choose_backend
-from oomb.attention.function import ChunkAttention, LayerCall, attend
+from oomb.attention.function import ChunkAttention, attend, attend_backward
 
-__all__ = ["Backend", "ChunkAttention", "LayerCall", "Mask", "attend", "choose_backend"]
+__all__ = [
+    "Backend",
+    "ChunkAttention",
+    "LayerCall",
+    "Mask",
+    "attend",
+    "attend_backward",
+    "choose_backend",
+]

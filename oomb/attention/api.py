@@ -15,6 +15,9 @@ from typing import Protocol
 
 import torch
 
+from oomb.cache import History
+from oomb.chunking import Chunk
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -47,45 +50,72 @@ class Mask:
         return self.window is not None and self.offset - (keys - 1) >= self.window
 
 
+@dataclass
+class LayerCall:
+    """What one attention call needs beside q, k and v.
+
+    Attributes:
+        layer: layer number.
+        scale: factor on q . k.
+        window: the layer's sliding window in tokens, or None.
+        chunk: the chunk being computed: its own pieces, reads and writes.
+        history: pages of earlier chunks.
+        backend: the attention implementation.
+        kept: (out, lse) of the same call made before, to be used instead of computing them again.
+    """
+
+    layer: int
+    scale: float
+    window: int | None
+    chunk: Chunk
+    history: History
+    backend: Backend
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def own_page_gradients(
+        self, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What later chunks left in the own chunk's pages.
+
+        Args:
+            k: [B, G, N, D].
+            v: [B, G, N, D].
+
+        Returns:
+            Gradients of k and v so far, in their shapes, token-major, in fp32 (fp64 for fp64);
+            0 where a token has no page.
+        """
+        wide = torch.promote_types(k.dtype, torch.float32)
+        grads = []
+        for x in (k, v):
+            rows, heads, tokens, dim = x.shape
+            grads.append(x.new_zeros(rows, tokens, heads, dim, dtype=wide).transpose(1, 2))
+        for write in self.chunk.writes:
+            own_k, own_v = (g[write.row, :, write.start : write.stop] for g in grads)
+            for at, page in self.history.pieces(self.layer, write.row, write.first, write.last):
+                own_k[:, at].copy_(page.grad_k[0])
+                own_v[:, at].copy_(page.grad_v[0])
+        return grads[0], grads[1]
+
+
 class Backend(Protocol):
-    """One implementation of attention over one part of the keys."""
+    """One implementation of a chunk's attention over itself and its history."""
 
     name: str
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
+    def attend(
+        self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B, H, N, D], k and v [B, G, S, D] -> out [B, H, N, D], lse [B, H, N]."""
+        """q [B, H, N, D], k and v [B, G, N, D] -> out [B, N, H, D], lse [B, H, N]."""
 
-    def backward(
+    def attend_backward(
         self,
+        call: LayerCall,
         grad_out: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        scale: float,
-        mask: Mask,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v from this part, given out and lse over *all* parts."""
-
-
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
-) -> None:
-    """Add a part to the state in place.
-
-    Args:
-        out: state [B, H, N, D] (a view is fine).
-        lse: state [B, H, N] in fp64, since every merge rounds it once and the output is
-            normalised by it; -inf where nothing was added yet.
-        part_out: the part's output [B, H, N, D], any float dtype.
-        part_lse: the part's log-sum-exp [B, H, N]; -inf where it holds no visible key.
-    """
-    total = torch.logaddexp(lse, part_lse)
-    # A query that has seen nothing yet has total = -inf; exp(-inf - 0) is the 0 it should weigh.
-    safe = total.masked_fill(total == float("-inf"), 0.0)
-    out.mul_(torch.exp(lse - safe).to(out.dtype)[..., None])
-    out.addcmul_(part_out.to(out.dtype), torch.exp(part_lse - safe).to(out.dtype)[..., None])
-    lse.copy_(total)
+        """Gradients of q, k and v; those of earlier chunks' pages grow in place."""

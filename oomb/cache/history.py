@@ -29,6 +29,27 @@ class Segment:
     grad_v: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class Pages:
+    """Pages of one row and layer, wherever they lie in the pool.
+
+    K, V and their gradients share row numbers.
+
+    Attributes:
+        k, v: views [1, kv heads, pool rows, dim].
+        grad_k, grad_v: views of the page gradients, same shape; None before the sweep.
+        rows: int32 [pages] on the device, the pool row of each page's first token.
+        page_size: tokens per page.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_k: torch.Tensor | None
+    grad_v: torch.Tensor | None
+    rows: torch.Tensor
+    page_size: int
+
+
 class History:
     """K/V pages and their gradients for one step, all resident on one device."""
 
@@ -51,6 +72,7 @@ class History:
         with category("kv_pages"):
             self._kv = self._pool()
         self._grads: PagePool | None = None
+        self._page_rows: tuple[int, torch.Tensor] | None = None  # table's version, on the device
 
     def _pool(self, **kwargs) -> PagePool:
         return PagePool(
@@ -90,6 +112,24 @@ class History:
             if self._grads is not None:
                 grad_k, grad_v = self._grads.tokens(layer, slot, start, stop)
             yield Segment(index * size + start, k, v, grad_k, grad_v)
+
+    def pages(self, layer: int, row: int, first: int, last: int) -> Pages:
+        """The pages of tokens [first, last) of a row; `first` is a page's first token."""
+        size = self.table.page_size
+        assert first % size == 0, f"token {first} does not begin a page of {size}"
+        rows = self._rows_on_device()[row, first // size : -(-last // size)]
+        grads = (None, None) if self._grads is None else self._grads.all_tokens(layer)
+        return Pages(*self._kv.all_tokens(layer), *grads, rows, size)
+
+    def _rows_on_device(self) -> torch.Tensor:
+        """int32 [rows, pages], copied again only after slots have changed hands."""
+        version = self.table.version
+        if self._page_rows is None or self._page_rows[0] != version:
+            rows = torch.from_numpy(self.table.page_rows())
+            if self._device.type == "cuda":
+                rows = rows.pin_memory().to(self._device, non_blocking=True)
+            self._page_rows = (version, rows)
+        return self._page_rows[1]
 
     def bytes_alive(self) -> dict[str, int]:
         """Bytes of the pages held now, by content."""

@@ -52,6 +52,16 @@ class PagePool:
         both = self._buffers[layer][slot, :, start:stop].transpose(1, 2)
         return both[K : K + 1], both[V : V + 1]
 
+    def all_tokens(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every token of a layer: K and V, each a view [1, kv heads, rows, dim].
+
+        Row r of V belongs to row r of K. A slot's K starts at row 2 * slot * tokens_per_slot; the
+        rows behind its K (its V, in the view of K) are not to be read.
+        """
+        buffer = self._buffers[layer]
+        rows = buffer.flatten(0, 2).transpose(0, 1)[None]
+        return rows[:, :, : rows.shape[2] - buffer.shape[2]], rows[:, :, buffer.shape[2] :]
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all layers."""

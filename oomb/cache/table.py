@@ -45,6 +45,7 @@ class PageTable:
         self._used = np.zeros((rows, segments * segment_pages), dtype=np.int32)
         self._terms = np.zeros_like(self._used)
         self._free = list(range(self.num_slots - 1, -1, -1))
+        self.version = 0  # counts the times that slots changed hands
 
     def segments(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Cut tokens [first, last) at segment borders.
@@ -73,8 +74,9 @@ class PageTable:
         for segment, _, _ in self.segments(first, last):
             if self._segment_slots[row, segment] == NO_SLOT:
                 self._segment_slots[row, segment] = self._free.pop()
-        for page in range(first // self.page_size, -(-last // self.page_size)):
-            self._used[row, page] = min(last - page * self.page_size, self.page_size)
+                self.version += 1
+        pages = np.arange(first // self.page_size, -(-last // self.page_size))
+        self._used[row, pages] = np.minimum(last - pages * self.page_size, self.page_size)
 
     def add_term(self, row: int, first: int, last: int) -> None:
         """Count one more gradient term for the pages of tokens [first, last)."""
@@ -92,6 +94,18 @@ class PageTable:
             if self._segment_slots[row, segment] != NO_SLOT:
                 self._free.append(int(self._segment_slots[row, segment]))
                 self._segment_slots[row, segment] = NO_SLOT
+                self.version += 1
+
+    def page_rows(self) -> np.ndarray:
+        """int32 [rows, pages]: pool row of each page's first token; -1 where no slot is held.
+
+        A slot has as many rows for V, behind those for K.
+        """
+        page = np.arange(self._used.shape[1], dtype=np.int64) % self.segment_pages
+        slots = self._segment_slots.repeat(self.segment_pages, axis=1).astype(np.int64)
+        rows = (2 * slots * self.segment_pages + page) * self.page_size
+        rows[slots == NO_SLOT] = NO_SLOT
+        return rows.astype(np.int32)
 
     @property
     def pages_held(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from oomb.attention.api import Backend, Mask
+from oomb.attention.segmentwise import Segmentwise
 
 aten = torch.ops.aten
 CPU_OP = "_scaled_dot_product_flash_attention_for_cpu"
@@ -57,7 +58,7 @@ def make_backend(device: torch.device) -> Backend:
     return CudnnBackend() if device.type == "cuda" else CpuFlashBackend()
 
 
-class CpuFlashBackend:
+class CpuFlashBackend(Segmentwise):
     """PyTorch's flash attention for CPUs; heads may share keys."""
 
     name = "library"
@@ -87,7 +88,7 @@ class CpuFlashBackend:
         )
 
 
-class CudnnBackend:
+class CudnnBackend(Segmentwise):
     """cuDNN's fused attention; query heads may share keys."""
 
     name = "library"

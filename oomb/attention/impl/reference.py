@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from oomb.attention.api import Mask
+from oomb.attention.segmentwise import Segmentwise
 
 
-class ReferenceBackend:
+class ReferenceBackend(Segmentwise):
     """Computes in fp32, or fp64 for fp64 inputs."""
 
     name = "reference"
