@@ -92,7 +92,10 @@ class Part:
 
     def candidates(self, kernel: str) -> list[Tile]:
         """Tiles to try for a kernel; those that a page holds whole go first."""
-        found = tiles(kernel, _capability(self.k.device), self.k.dtype, self.width)
+        cut = self.window is not None or self.lowest is not None
+        cut = cut or (self.causal and kernel == "key_grads")
+        capability = _capability(self.k.device)
+        found = tiles(kernel, capability, self.k.dtype, self.width, cut=cut)
         return sorted(found, key=lambda tile: self.fit(tile) != (tile.keys, False))
 
 

@@ -43,6 +43,12 @@ _HOPPER = {
     ("query_grads", 2, 128): [Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)],
     ("query_grads", 2, 256): [Tile(128, 32, 8, 2)],
 }
+# The same for parts that a mask cuts: small tiles waste less along its edges.
+_HOPPER_CUT = {
+    ("attend", 2, 128): [Tile(64, 64, 4, 3)],
+    ("key_grads", 2, 128): [Tile(64, 64, 4, 2)],
+    ("query_grads", 2, 128): [Tile(64, 64, 4, 2)],
+}
 # Everything else, and what follows where those do not fit: from large to one that always fits.
 _ANYWHERE = [
     Tile(128, 64, 8, 2),
@@ -54,7 +60,14 @@ _ANYWHERE = [
 _remembered: dict[tuple, int] = {}
 
 
-def tiles(kernel: str, capability: tuple[int, int], dtype: torch.dtype, width: int) -> list[Tile]:
+def tiles(
+    kernel: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    width: int,
+    *,
+    cut: bool = False,
+) -> list[Tile]:
     """Tiles to try, best first.
 
     Args:
@@ -62,13 +75,17 @@ def tiles(kernel: str, capability: tuple[int, int], dtype: torch.dtype, width: i
         capability: compute capability of the GPU.
         dtype: dtype of K and V.
         width: head dim, padded to a power of two.
+        cut: whether a mask hides some of the keys.
 
     Returns:
         Tiles; the last fits every device.
     """
-    measured = _HOPPER.get((kernel, dtype.itemsize, width), []) if capability[0] == 9 else []
-    room = 2 * 64 * 128 // (dtype.itemsize * width)  # wide numbers and heads want smaller tiles
-    general = [t for t in _ANYWHERE if t.keys <= max(16, 64 * room)]
+    key = (kernel, dtype.itemsize, width)
+    measured = []
+    if capability[0] == 9:
+        measured = (_HOPPER_CUT.get(key, []) if cut else []) + _HOPPER.get(key, [])
+    widest = max(16, 64 * 2 * 128 // (dtype.itemsize * width))  # as many bytes as 64 x 128 halves
+    general = [tile for tile in _ANYWHERE if tile.keys <= widest]
     return measured + general
 
 
