@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 
 @dataclass(frozen=True)
 class Batch:
-    """A checked batch. Tensors stay where the caller put them; chunks are copied one by one.
+    """A checked batch. Tensors stay where the caller put them.
 
     Attributes:
         input_ids: int64 [B, N].
@@ -37,50 +36,6 @@ class Batch:
     documents: list[list[int]]
     num_label_tokens: int
     denominator: float
-
-    def inputs(self, start: int, stop: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Token ids and position ids of columns [start, stop), each int64 [B, stop - start]."""
-        ids = self.input_ids[:, start:stop].to(device, non_blocking=True)
-        if self.position_ids is not None:
-            positions = self.position_ids[:, start:stop].to(device, non_blocking=True)
-            return ids, positions.expand(ids.shape)
-        columns = torch.arange(start, stop, device="cpu").expand(len(self.documents), -1)
-        starts = torch.stack([_latest_start(row, start, stop) for row in self.documents])
-        # counting on over padding could leave a learned position table
-        padding = columns >= torch.tensor(self.lengths, device="cpu")[:, None]
-        positions = (columns - starts).masked_fill(padding, 0)
-        return ids, positions.to(device, non_blocking=True)
-
-    def targets(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """What each token of columns [start, stop) should predict: int64 [B, stop - start].
-
-        The labels are shifted over the whole sequence, so that a chunk's last token predicts the
-        next chunk's first; padding, the first token of a document and the end count as ignored.
-        """
-        taken = self.labels[:, start + 1 : stop + 1].to(device, non_blocking=True)
-        ignored = torch.zeros((len(self.lengths), stop - start), dtype=torch.bool, device="cpu")
-        for row, (length, starts) in enumerate(zip(self.lengths, self.documents, strict=True)):
-            ignored[row, max(length - 1 - start, 0) :] = True
-            firsts = starts[bisect_right(starts, start) : bisect_right(starts, stop)]
-            ignored[row, [first - 1 - start for first in firsts]] = True
-        targets = torch.full(ignored.shape, IGNORED, dtype=torch.int64, device=device)
-        targets[:, : taken.shape[1]] = taken
-        return targets.masked_fill_(ignored.to(device, non_blocking=True), IGNORED)
-
-    def real_tokens(self, start: int, stop: int, device: torch.device) -> torch.Tensor | None:
-        """Bool [B, stop - start], False on padding; None where the caller gave no mask."""
-        if self.attention_mask is None:
-            return None
-        return self.attention_mask[:, start:stop].to(device, torch.bool, non_blocking=True)
-
-
-def _latest_start(starts: list[int], start: int, stop: int) -> torch.Tensor:
-    """For each column in [start, stop), the last document start at or before it."""
-    following = bisect_right(starts, start)
-    latest = torch.full((stop - start,), starts[following - 1], dtype=torch.int64, device="cpu")
-    for first in starts[following : bisect_left(starts, stop)]:
-        latest[first - start :] = first
-    return latest
 
 
 def check_batch(

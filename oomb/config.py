@@ -8,11 +8,15 @@ from typing import Any, Literal
 
 import torch
 
-AttentionBackendName = Literal["auto", "library", "reference"]
+AttentionBackendName = Literal["auto", "library", "triton", "reference"]
+Accumulate = Literal["owner", "atomic"]
 ActivationPolicy = Literal["keep", "selective", "layer"]
+FusedKernels = Literal["auto", "off"]
 
-ATTENTION_BACKENDS = ("auto", "library", "reference")
+ATTENTION_BACKENDS = ("auto", "library", "triton", "reference")
+ACCUMULATES = ("owner", "atomic")
 ACTIVATION_POLICIES = ("keep", "selective", "layer")
+FUSED_KERNELS = ("auto", "off")
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -23,13 +27,23 @@ class EngineConfig:
     Attributes:
         chunk_size: tokens computed at once (C). Activations are alive for one chunk only.
         page_size: tokens of one layer's K and V stored together (P). Must divide `chunk_size`.
-        segment_pages: consecutive pages stored and attended together; None takes as many as a
-            chunk has.
+        segment_pages: consecutive pages stored and attended together; None takes whole chunks, up
+            to 32,768 tokens, of a length that leaves little of the last segment empty.
         attention_backend: `library` is the vendor's kernels (cuDNN on CUDA, flash attention on a
-            CPU), `reference` is plain PyTorch, `auto` picks one and says which.
+            CPU), `triton` reads pages wherever they lie and masks windows and documents itself (on
+            CUDA), `reference` is plain PyTorch, `auto` picks one and says which.
+        accumulate: how `triton` adds to page gradients: `owner` gives each page slice to one
+            program, in the same order on every run; `atomic` scatters, in any order.
         activation_policy: what a chunk keeps between forward and backward: `keep` everything,
             `selective` each layer's input and attention output, `layer` each layer's input only.
             The rest is computed again.
+        keep_fill_outputs: the fill keeps each layer's attention output and log-sum-exp, and the
+            sweep takes them instead of running attention forward again. Costs as many bytes per
+            token as a hidden state, for every layer, until the token's chunk is swept.
+        fused_kernels: `auto` computes cross entropy, and where liger-kernel is installed RMSNorm,
+            SwiGLU and RoPE, by fused kernels on CUDA; each only if it proved as exact as the
+            model's own code when the engine was attached (`Engine.fused_kernels` tells). `off`
+            leaves everything to the model.
         grad_dtype: dtype of parameters' `.grad`, or the parameter's own dtype where that is wider.
             torch's Adam optimizers want the parameter's own; a bf16 sum loses more the more chunks
             there are.
@@ -53,7 +67,10 @@ class EngineConfig:
     page_size: int = 128
     segment_pages: int | None = None
     attention_backend: AttentionBackendName = "auto"
+    accumulate: Accumulate = "owner"
     activation_policy: ActivationPolicy = "selective"
+    keep_fill_outputs: bool = False
+    fused_kernels: FusedKernels = "auto"
     grad_dtype: torch.dtype = torch.float32
     page_grad_dtype: torch.dtype = torch.float32
     deterministic: bool = False
@@ -74,10 +91,12 @@ class EngineConfig:
                 f"page_size={self.page_size}; {_nearest_multiples(self.chunk_size, self.page_size)}"
             )
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _one_of("accumulate", self.accumulate, ACCUMULATES)
         _one_of("activation_policy", self.activation_policy, ACTIVATION_POLICIES)
+        _one_of("fused_kernels", self.fused_kernels, FUSED_KERNELS)
         _one_of("grad_dtype", self.grad_dtype, GRADIENT_DTYPES)
         _one_of("page_grad_dtype", self.page_grad_dtype, GRADIENT_DTYPES)
-        for name in ("deterministic", "check_replay", "restore_grads"):
+        for name in ("keep_fill_outputs", "deterministic", "check_replay", "restore_grads"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.recorder is not None and not callable(getattr(self.recorder, "on_event", None)):

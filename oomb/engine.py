@@ -15,11 +15,18 @@ from oomb.attention import Backend, choose_backend
 from oomb.batch import Batch, check_batch
 from oomb.chunking import ChunkPlan, plan_chunks
 from oomb.config import EngineConfig
+from oomb.fused import Replacement, find_replacements, liger_functions
 from oomb.gradients import GradientLedger, give_back_grad_dtype
 from oomb.hf import unwrap
 from oomb.installed import InstalledModel
+from oomb.linear_head import can_run
 from oomb.passes import LayerAttention, Passes
-from oomb.probes import compare_with_whole_run, probe_model, refuse_other_channels
+from oomb.probes import (
+    compare_with_whole_run,
+    find_linear_head,
+    probe_model,
+    refuse_other_channels,
+)
 from oomb.profiling.live_bytes import category
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, StepResult
@@ -54,9 +61,15 @@ class Engine:
         self.config = config or EngineConfig()
         self._trained = model
         self._model, self._facts = probe_model(unwrap(model))
-        self._installed = InstalledModel(self._model, self._facts, self.config.activation_policy)
+        self._installed = InstalledModel(
+            self._model,
+            self._facts,
+            self.config.activation_policy,
+            self._fused_parts(),
+            self._fused_head(),
+        )
         self._signature = _signature(self._model.whole)
-        self._backend = self._choose_backend(windows=False)
+        self._backend = self._choose_backend()
         self._closed = False
         self._steps = 0
         self._generators: weakref.WeakSet[Generator] = weakref.WeakSet()
@@ -73,6 +86,13 @@ class Engine:
     def attention_backend(self) -> str:
         """Name of the attention backend at work; tells what `auto` chose."""
         return self._backend.name
+
+    @property
+    def fused_kernels(self) -> tuple[str, ...]:
+        """Names of the fused kernels at work; those that could not be used are in the log."""
+        names = [part.name for part in self._installed.replacements]
+        names += ["cross_entropy"] if self._installed.linear_head is not None else []
+        return tuple(dict.fromkeys(names))
 
     def close(self) -> None:
         """Give the model back as it was. Gradients stay the user's. Closing twice is allowed.
@@ -298,10 +318,12 @@ class Engine:
             layer.window if layer.window is not None and layer.window < longest else None
             for layer in self._facts.layers
         ]
-        windowed = self._choose_backend(windows=True) if any(windows) else self._backend
-        return [LayerAttention(w, windowed if w else self._backend) for w in windows]
+        documents = len(set(batch.lengths)) > 1 or any(len(each) > 1 for each in batch.documents)
+        dense = self._choose_backend(documents=True) if documents else self._backend
+        windowed = self._choose_backend(windows=True) if any(windows) else dense
+        return [LayerAttention(w, windowed if w else dense) for w in windows]
 
-    def _choose_backend(self, *, windows: bool) -> Backend:
+    def _choose_backend(self, *, windows: bool = False, documents: bool = False) -> Backend:
         shapes = [layer.shape for layer in self._facts.layers]
         return choose_backend(
             self.config.attention_backend,
@@ -310,7 +332,23 @@ class Engine:
             head_dims={shape.dim for shape in shapes},
             deterministic=self.config.deterministic,
             windows=windows,
+            documents=documents,
+            accumulate=self.config.accumulate,
         )
+
+    def _fused_parts(self) -> list[Replacement]:
+        dtype = self._facts.layers[0].shape.dtype
+        functions = liger_functions(self._model.device, dtype)
+        if self.config.fused_kernels == "off" or functions is None:
+            return []
+        return find_replacements(self._model, self._facts, functions)
+
+    def _fused_head(self) -> torch.nn.Linear | None:
+        """The head whose loss the cross-entropy kernel computes, or None: see `oomb.loss`."""
+        dtype = self._facts.layers[0].shape.dtype
+        if self.config.fused_kernels == "off" or not can_run(self._model.device, dtype):
+            return None
+        return find_linear_head(self._model, self._facts)
 
     def _run_probe(
         self, ids: torch.Tensor, *, in_chunks: bool

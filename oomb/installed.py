@@ -1,15 +1,21 @@
-"""The model with the engine inside: attention redirected, layers checkpointed, parts staged."""
+"""The model with the engine inside.
+
+Attention is redirected, layers are checkpointed, weight gradients accumulate in place, parts run as
+fused kernels and show themselves as stages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from oomb.activations import LayerReplay, checkpointed
+from oomb.fused import Replacement
 from oomb.hf import AttentionHandler, CausalLM, Switch, layer_of
+from oomb.linear import accumulating, is_plain
 from oomb.probes import ModelFacts
 from oomb.profiling.stage import stage
 
@@ -21,17 +27,31 @@ class InstalledModel:
         model: the model.
         facts: what its probe found.
         activation_policy: what a chunk keeps between its forward and its backward.
+        replacements: fused kernels in place of the model's own code.
+        linear_head: the layer that alone makes logits, if their loss is to be computed from it.
 
     Attributes:
         model: the model.
         facts: what its probe found.
         numbers: layer number of each attention module.
         replays: per layer number, the memory of its decoder layer between forward and backward.
+        replacements: as given.
+        linear_head: as given.
     """
 
-    def __init__(self, model: CausalLM, facts: ModelFacts, activation_policy: str) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        facts: ModelFacts,
+        activation_policy: str,
+        replacements: Sequence[Replacement] = (),
+        linear_head: nn.Linear | None = None,
+    ) -> None:
         self.model = model
         self.facts = facts
+        self.linear_head = linear_head
+        self.replacements = replacements
+        self._linears = [m for m in model.whole.modules() if type(m) is nn.Linear]
         self.numbers = {layer.module: n for n, layer in enumerate(facts.layers)}
         self._checkpoints = activation_policy != "keep"
         self._decoders: dict[nn.Module, LayerReplay] = {}
@@ -53,6 +73,10 @@ class InstalledModel:
         The backward pass of what is computed inside must run inside too.
         """
         with self.model.attention_by(self.numbers, handler), Switch() as switch:
+            for module in filter(is_plain, self._linears):
+                switch.set(module, "forward", accumulating(module))
+            for part in self.replacements:
+                switch.set(part.owner, part.attribute, part.value)
             for module, kind, number in self._staged:
                 switch.set(module, "forward", _staged(module.forward, kind, number))
             for number, (decoder, replay) in enumerate(self._decoders.items()):

@@ -2,7 +2,8 @@
 
 Logits of a whole chunk would outweigh everything else alive (4096 tokens x 152,064 entries in
 fp32 are 2.3 GiB, and their gradient as much again), so a block's logits are made, turned into
-gradients and dropped before the next block starts.
+gradients and dropped before the next block starts. This way serves every head, since the model is
+asked for its logits; `linear_head` is faster where those are one linear layer's output.
 """
 
 from __future__ import annotations

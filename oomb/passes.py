@@ -22,14 +22,19 @@ from oomb.attention import Backend, ChunkAttention, LayerCall, attend
 from oomb.batch import Batch
 from oomb.cache import History
 from oomb.chunking import Chunk, ChunkPlan
+from oomb.columns import Columns
 from oomb.config import EngineConfig
+from oomb.fill_outputs import FillOutputs
 from oomb.installed import InstalledModel
+from oomb.linear_head import linear_loss, linear_loss_and_gradient
 from oomb.loss import block_size, chunk_loss, chunk_loss_and_gradient
 from oomb.moe import RouterBalance
-from oomb.probes import router_settings
+from oomb.probes import is_watched, router_settings
 from oomb.profiling.stage import Place, place, stage
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, Phase
+
+MAX_SEGMENT_TOKENS = 32768
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Passes:
         self._config, self._batch, self._plan = config, batch, plan
         self._attention = attention
         self._device = installed.model.device
+        self._columns = Columns(batch, self._device)
         self._on_event = config.recorder.on_event if config.recorder is not None else None
         self._history = History(
             [layer.shape for layer in self._facts.layers],
@@ -78,6 +84,9 @@ class Passes:
         )
         router = router_settings(self._model)  # now, since they may change between steps
         self._balance = RouterBalance(router, self._device) if router else None
+        head = installed.linear_head
+        self._linear_head = None if head is None or is_watched(head) else head
+        self._fill_outputs = FillOutputs(keep=config.keep_fill_outputs and step is not None)
         self._random: list[RandomState] = []
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._mass = torch.zeros_like(self._loss_sum)  # of routing; [experts] once chunks come
@@ -104,11 +113,9 @@ class Passes:
                 self._mass = self._mass + self._balance.mass(
                     output.router_logits, self._real(chunk)
                 )
-            targets = self._batch.targets(chunk.start, chunk.stop, self._device)
-            with stage("loss"), self._model.head(self._facts.output_class) as head:
-                self._loss_sum += chunk_loss(
-                    head, output.last_hidden_state, ids, targets, self._block
-                )
+            targets = self._columns.targets(chunk.start, chunk.stop)
+            with stage("loss"):
+                self._loss_sum += self._loss_alone(output.last_hidden_state, ids, targets)
             return output.last_hidden_state
 
     # -- sweep ------------------------------------------------------------------------------------
@@ -131,13 +138,14 @@ class Passes:
             self._history.table.add_term(read.row, read.first, read.last)
         for write in chunk.writes:
             self._history.table.release(write.row, write.first)
+        self._fill_outputs.drop(chunk)
         self._random.pop()
 
     def _backward(self, chunk: Chunk, output: Any, ids: torch.Tensor) -> None:
-        hidden, scale = output.last_hidden_state, self._scale
-        targets = self._batch.targets(chunk.start, chunk.stop, self._device)
-        with stage("loss"), self._model.head(self._facts.output_class) as head:
-            loss, gradient = chunk_loss_and_gradient(head, hidden, ids, targets, self._block, scale)
+        hidden = output.last_hidden_state
+        targets = self._columns.targets(chunk.start, chunk.stop)
+        with stage("loss"):
+            loss, gradient = self._loss_and_gradient(hidden, ids, targets)
         self._loss_sum += loss
         roots, gradients = [hidden], [gradient]
         if self._balance is not None:
@@ -148,6 +156,23 @@ class Passes:
         trained = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
         if trained:  # not so where only the head is trained
             torch.autograd.backward(*zip(*trained, strict=True))
+
+    def _loss_alone(
+        self, hidden: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        if self._linear_head is not None:
+            return linear_loss(self._linear_head, hidden, targets)
+        with self._model.head(self._facts.output_class) as head:
+            return chunk_loss(head, hidden, ids, targets, self._block)
+
+    def _loss_and_gradient(
+        self, hidden: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = self._scale
+        if self._linear_head is not None:
+            return linear_loss_and_gradient(self._linear_head, hidden, targets, scale)
+        with self._model.head(self._facts.output_class) as head:
+            return chunk_loss_and_gradient(head, hidden, ids, targets, self._block, scale)
 
     def finish(self) -> None:
         """Leave the generators where one ordinary forward pass would."""
@@ -166,6 +191,7 @@ class Passes:
     def state(self, phase: Phase, chunk: Chunk) -> ChunkState:
         """A picture of the step after a chunk."""
         alive = self._history.bytes_alive()
+        alive["fill_outputs"] = self._fill_outputs.nbytes
         alive["random_states"] = sum(state.nbytes for state in self._random)
         return ChunkState(
             phase=phase,
@@ -203,7 +229,7 @@ class Passes:
 
     def _forward(self, chunk: Chunk) -> tuple[Any, torch.Tensor]:
         """Base model's output and token ids of a chunk."""
-        ids, positions = self._batch.inputs(chunk.start, chunk.stop, self._device)
+        ids, positions = self._columns.inputs(chunk.start, chunk.stop)
         extra = {"output_router_logits": True} if self._balance is not None else {}
         return self._model.hidden_states(ids, positions, **extra), ids
 
@@ -234,7 +260,9 @@ class Passes:
             backend=self._attention[layer].backend,
         )
         if self._phase == "fill":
-            out, _ = attend(call, q, k, v)
+            with self._fill_outputs.counted():
+                out, lse = attend(call, q, k, v)
+            self._fill_outputs.put(self._chunk, layer, out, lse)
             for write in self._chunk.writes:
                 at = slice(write.start, write.stop)
                 self._history.write(
@@ -244,7 +272,7 @@ class Passes:
         if self._config.check_replay:
             self._compare_with_pages(layer, k, v)
         replay = self._installed.replays[layer]
-        call.kept = replay.take()
+        call.kept = replay.take() or self._fill_outputs.get(self._chunk, layer)
         out, lse = ChunkAttention.apply(q, k, v, call)
         replay.keep(out, lse)
         return out
@@ -271,10 +299,26 @@ class Passes:
             self._balance.count(output.router_logits, self._real(chunk))
 
     def _real(self, chunk: Chunk) -> torch.Tensor | None:
-        return self._batch.real_tokens(chunk.start, chunk.stop, self._device)
+        return self._columns.real_tokens(chunk.start, chunk.stop)
 
 
 def _segment_pages(config: EngineConfig, plan: ChunkPlan) -> int:
-    """As configured, else a chunk's pages; a short sequence gets no more than it needs."""
-    wanted = config.segment_pages or config.chunk_size // config.page_size
+    """As configured, else as `_long_segment` says; a short sequence gets no more than it needs."""
+    wanted = config.segment_pages or _long_segment(config, plan)
     return max(1, min(wanted, max(plan.pages_per_row)))
+
+
+def _long_segment(config: EngineConfig, plan: ChunkPlan) -> int:
+    """Pages of the longest segment that leaves at most a chunk, or an eighth, of the pool empty.
+
+    Long segments run attention kernels at their full rate and are rarely merged. Whole chunks give
+    few shapes: history grows by a chunk at a time.
+    """
+    chunk = config.chunk_size // config.page_size
+    most = max(chunk, MAX_SEGMENT_TOKENS // config.page_size)
+
+    def pool(segment: int) -> int:
+        return sum(-(-pages // segment) * segment for pages in plan.pages_per_row)
+
+    allowed = pool(chunk) + max(chunk, pool(chunk) // 8)
+    return max(size for size in range(chunk, most + 1, chunk) if pool(size) <= allowed)

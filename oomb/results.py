@@ -47,7 +47,8 @@ class ChunkState:
         num_chunks: chunks in the sequence; the last one has no fill.
         page_table: which pages hold K/V, where, and how many gradient terms each has received.
         bytes_alive: bytes by content: `kv_pages` and `page_gradients` of the pages held now,
-            `random_states` of the recorded generators.
+            `fill_outputs` of attention outputs kept for the sweep, `random_states` of the recorded
+            generators.
     """
 
     phase: Phase

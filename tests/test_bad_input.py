@@ -122,6 +122,7 @@ def test_chunk_size_is_a_multiple_of_page_size(chunk: int, page: int, advice: st
         ("attention_backend", "Reference", ["'auto'", "'Reference'"]),
         ("activation_policy", "all", ["'keep'", "'selective'", "'layer'", "'all'"]),
         ("activation_policy", ["keep"], ["'keep'", "['keep']"]),
+        ("fused_kernels", True, ["'auto'", "'off'", "True"]),
         ("grad_dtype", "float32", ["torch.float32", "'float32'"]),
         ("grad_dtype", torch.int32, ["torch.bfloat16", "torch.int32"]),
         ("grad_dtype", None, ["torch.bfloat16", "None"]),
@@ -135,7 +136,9 @@ def test_unknown_choices_are_listed(name: str, value: Any, choices: list[str]) -
     assert re.search(".*".join(map(re.escape, [name, "one of", *choices])), str(caught.value))
 
 
-@pytest.mark.parametrize("name", ["deterministic", "check_replay", "restore_grads"])
+@pytest.mark.parametrize(
+    "name", ["deterministic", "check_replay", "restore_grads", "keep_fill_outputs"]
+)
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_switches_are_booleans(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} must be True or False, got {value!r}"):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from oomb.batch import IGNORED, check_batch
 from oomb.chunking import Own, Read, Write, plan_chunks
+from oomb.columns import Columns
 
 CPU = torch.device("cpu")
 
@@ -199,9 +200,8 @@ def checked(ids, **arguments):
 def in_chunks(batch, size, columns):
     """Ids, positions and targets, cut and joined again."""
     edges = [*range(0, columns, size), columns]
-    found = [
-        (*batch.inputs(a, b, CPU), batch.targets(a, b, CPU)) for a, b in itertools.pairwise(edges)
-    ]
+    cut = Columns(batch, CPU)
+    found = [(*cut.inputs(a, b), cut.targets(a, b)) for a, b in itertools.pairwise(edges)]
     return [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
 
 
@@ -247,9 +247,8 @@ def test_inputs_and_targets_equal_a_plain_walk_over_tokens(data):
     assert batch.num_label_tokens == int((targets != IGNORED).sum()) == batch.denominator
     for x in (found_ids, found_positions, found_targets):
         assert x.dtype == torch.int64
-    assert torch.equal(
-        torch.cat([batch.real_tokens(a, a + 1, CPU) for a in range(columns)], 1), real
-    )
+    cut = Columns(batch, CPU)
+    assert torch.equal(torch.cat([cut.real_tokens(a, a + 1) for a in range(columns)], 1), real)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
@@ -259,7 +258,7 @@ def test_a_chunks_last_token_predicts_the_next_chunks_first(size):
     *_, targets = in_chunks(batch, size, 10)
     assert targets.tolist() == [[2, 3, 4, 5, 6, 7, 8, 9, 10, IGNORED]]
     assert batch.num_label_tokens == 9
-    assert batch.real_tokens(0, 10, CPU) is None
+    assert Columns(batch, CPU).real_tokens(0, 10) is None
 
 
 def test_a_documents_first_token_is_predicted_by_nobody():

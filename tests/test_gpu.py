@@ -1,5 +1,8 @@
 """On a CUDA GPU: the same exactness, through the kernels that people train with."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from helpers import (
@@ -112,6 +115,56 @@ def test_inputs_may_stay_on_the_cpu():
     mask[0, 100:] = 0
     _, expected = chunked_run(model, ids, CONFIG, attention_mask=mask)
     _, grads = chunked_run(model, ids.cpu(), CONFIG, attention_mask=mask.cpu())
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Inside, whatever makes the host wait for the GPU raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("policy", ["keep", "selective", "layer"])
+@pytest.mark.parametrize("fused", ["auto", "off"])
+def test_a_step_never_makes_the_host_wait(family, policy, fused):
+    model = bf16_model(family)
+    settings = {
+        **CONFIG,
+        "attention_backend": "library",
+        "activation_policy": policy,
+        "fused_kernels": fused,
+        "keep_fill_outputs": policy == "layer",
+    }
+    documents = (torch.arange(203) > 70).long().expand(2, -1)
+    with oomb.Engine(model, oomb.EngineConfig(**settings)) as engine:
+        for ids, arguments in (
+            (ids_on_gpu().cpu(), {}),
+            (ids_on_gpu().cpu(), {"document_ids": documents}),
+        ):
+            engine.step(ids, **arguments)  # compiles kernels, makes buffers
+            with waiting_is_an_error():
+                engine.step(ids, **arguments)
+        ids = ids_on_gpu()
+        engine.step(ids)
+        steps = engine.iter_step(ids)  # looks at ids, and so waits for them
+        with waiting_is_an_error():
+            for _ in steps:
+                pass
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("policy", ["keep", "selective", "layer"])
+def test_outputs_kept_by_the_fill_give_the_same_gradients(policy):
+    model, ids = tiny_model("llama", torch.float32).cuda(), ids_on_gpu()
+    config = {**CONFIG, "attention_backend": "reference", "activation_policy": policy}
+    _, expected = chunked_run(model, ids, config)
+    _, grads = chunked_run(model, ids, {**config, "keep_fill_outputs": True})
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
 
 

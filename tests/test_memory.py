@@ -23,7 +23,10 @@ def peak_bytes(tokens, policy):
     ids = torch.randint(0, 97, (1, tokens))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    config = oomb.EngineConfig(chunk_size=CHUNK, page_size=128, activation_policy=policy)
+    # a chunk to a segment: attention backward makes gradients of a whole segment at a time
+    config = oomb.EngineConfig(
+        chunk_size=CHUNK, page_size=128, segment_pages=CHUNK // 128, activation_policy=policy
+    )
     with oomb.Engine(model, config) as engine, LiveBytes() as live:
         engine.step(ids)
     assert live.current == pytest.approx(0, abs=200), "something outlives the step"

@@ -85,7 +85,7 @@ def test_the_command_is_installed():
     assert os.access(Path(sys.executable).parent / "oomb", os.X_OK)
 
 
-@pytest.mark.parametrize("extra", ["lab", "test", "dev"])
+@pytest.mark.parametrize("extra", ["fast", "lab", "test", "dev"])
 def test_every_dependency_has_only_a_lower_bound(extra):
     bounds = {r.name: [part.operator for part in r.specifier] for r in requirements(extra)}
     bounds.pop("oomb", None)  # one extra that includes another
@@ -95,7 +95,7 @@ def test_every_dependency_has_only_a_lower_bound(extra):
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("oomb", []),
+        ("oomb", ["fast"]),
         ("assets", []),
         ("widgets", ["lab"]),
         ("notebooks", ["lab"]),

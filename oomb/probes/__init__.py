@@ -7,12 +7,15 @@ else is refused here by name, before any work.
 
 from oomb.probes.comparison import compare_with_whole_run, refuse_other_channels
 from oomb.probes.facts import AttentionLayer, ModelFacts
+from oomb.probes.head import find_linear_head, is_watched
 from oomb.probes.model import probe_model, router_settings
 
 __all__ = [
     "AttentionLayer",
     "ModelFacts",
     "compare_with_whole_run",
+    "find_linear_head",
+    "is_watched",
     "probe_model",
     "refuse_other_channels",
     "router_settings",
