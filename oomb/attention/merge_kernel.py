@@ -1,5 +1,7 @@
 """The merge in one pass over memory; written out in PyTorch it takes six."""
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl
@@ -9,48 +11,65 @@ ROWS = 32
 
 @triton.jit
 def _merge_kernel(
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr,
-    stride_ob, stride_oh, stride_on, stride_lb, stride_lh,
-    stride_pb, stride_ph, stride_pn, stride_mb, stride_mh, stride_mn,
-    N, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    out_ptr, lse_ptr, a_ptr, a_lse_ptr, b_ptr, b_lse_ptr,
+    stride_ob, stride_oh, stride_on, stride_ab, stride_ah, stride_an, stride_bb, stride_bh,
+    stride_bn, stride_alb, stride_alh, stride_aln, stride_blb, stride_blh, stride_bln,
+    N, H, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """out, part [B, H, N, DIM]; lse fp64, part_lse [B, H, N]."""
+    """Outputs [B, H, N, DIM], any strides and dtypes; lse [B, H, N] dense, fp64; theirs any."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     h = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
     dims = tl.arange(0, D)
     there = i < N
-    lse_at = lse_ptr + b * stride_lb + h * stride_lh + i
-    part_lse_at = part_lse_ptr + b * stride_mb + h * stride_mh + i.to(tl.int64) * stride_mn
-    lse = tl.load(lse_at, mask=there, other=0.0)
-    part_lse = tl.load(part_lse_at, mask=there, other=0.0).to(tl.float64)
-    high = tl.maximum(lse, part_lse)
+    tokens = i.to(tl.int64)
+    a_lse_at = a_lse_ptr + row * stride_alb + h * stride_alh + tokens * stride_aln
+    b_lse_at = b_lse_ptr + row * stride_blb + h * stride_blh + tokens * stride_bln
+    a_lse = tl.load(a_lse_at, mask=there, other=0.0).to(tl.float64)
+    b_lse = tl.load(b_lse_at, mask=there, other=0.0).to(tl.float64)
+    high = tl.maximum(a_lse, b_lse)
     high = tl.where(high == float("-inf"), 0.0, high)
-    old, new = tl.exp(lse - high), tl.exp(part_lse - high)
-    both = old + new
+    a_weight, b_weight = tl.exp(a_lse - high), tl.exp(b_lse - high)
+    both = a_weight + b_weight
     seen = both > 0.0
     both = tl.where(seen, both, 1.0)
-    tl.store(lse_at, tl.where(seen, high + tl.log(both), float("-inf")), mask=there)
+    lse = tl.where(seen, high + tl.log(both), float("-inf"))
+    tl.store(lse_ptr + (row * H + h) * N + i, lse, mask=there)
     inside = there[:, None] & (dims < DIM)[None, :]
-    tokens = i.to(tl.int64)[:, None]
-    at = out_ptr + b * stride_ob + h * stride_oh + tokens * stride_on + dims[None, :]
-    part_at = part_ptr + b * stride_pb + h * stride_ph + tokens * stride_pn + dims[None, :]
-    out = tl.load(at, mask=inside, other=0.0)
+    tokens = tokens[:, None]
     # Where a part weighs nothing its output may be NaN.
-    part = tl.load(part_at, mask=inside & (new > 0.0)[:, None], other=0.0).to(out.dtype)
-    old = (old / both).to(out.dtype)[:, None]
-    new = (new / both).to(out.dtype)[:, None]
-    tl.store(at, out * old + part * new, mask=inside)
+    a = tl.load(
+        a_ptr + row * stride_ab + h * stride_ah + tokens * stride_an + dims[None, :],
+        mask=inside & (a_weight > 0.0)[:, None], other=0.0,
+    )  # fmt: skip
+    b = tl.load(
+        b_ptr + row * stride_bb + h * stride_bh + tokens * stride_bn + dims[None, :],
+        mask=inside & (b_weight > 0.0)[:, None], other=0.0,
+    )  # fmt: skip
+    wide = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
+    a_weight = (a_weight / both).to(wide)[:, None]
+    b_weight = (b_weight / both).to(wide)[:, None]
+    out = a.to(wide) * a_weight + b.to(wide) * b_weight
+    tl.store(
+        out_ptr + row * stride_ob + h * stride_oh + tokens * stride_on + dims[None, :],
+        out.to(out_ptr.dtype.element_ty), mask=inside,
+    )  # fmt: skip
 
 
 def fused_merge(
-    out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
-) -> None:
-    """`merge` on a GPU; out, lse and part_out have adjacent numbers in their last dimension."""
-    rows, heads, tokens, dim = out.shape
-    part_out = part_out if part_out.stride(3) == 1 else part_out.contiguous()
+    first: tuple[torch.Tensor, torch.Tensor],
+    second: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge` on a GPU."""
+    rows, heads, tokens, dim = first[0].shape
+    a, b = (x if x.stride(3) == 1 else x.contiguous() for x, _ in (first, second))
+    out = a.new_empty(rows, tokens, heads, dim, dtype=dtype).transpose(1, 2)
+    lse = a.new_empty(rows, heads, tokens, dtype=torch.float64)
     _merge_kernel[(triton.cdiv(tokens, ROWS), heads, rows)](
-        out, lse, part_out, part_lse,
-        *out.stride()[:3], *lse.stride()[:2], *part_out.stride()[:3], *part_lse.stride(),
-        tokens, ROWS=ROWS, D=triton.next_power_of_2(dim), DIM=dim,
+        out, lse, a, first[1], b, second[1],
+        *out.stride()[:3], *a.stride()[:3], *b.stride()[:3],
+        *first[1].stride(), *second[1].stride(),
+        tokens, heads, ROWS=ROWS, D=triton.next_power_of_2(dim), DIM=dim,
     )  # fmt: skip
+    return out, lse

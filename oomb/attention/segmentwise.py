@@ -13,7 +13,7 @@ import torch
 from oomb.attention.api import LayerCall, Mask
 from oomb.attention.merge import merge
 from oomb.cache import Segment
-from oomb.chunking import Read
+from oomb.chunking import Chunk, Read
 
 
 class Segmentwise:
@@ -44,20 +44,17 @@ class Segmentwise:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `oomb.attention.attend`."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        state = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=wide)
-        out = state.transpose(1, 2)
-        lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float64)
-        for own in call.chunk.own:
-            rows, at = slice(*own.rows), slice(own.start, own.stop)
-            here = [x[rows, :, at] for x in (q, k, v)]
-            part = self.forward(*here, call.scale, Mask(causal=True, window=call.window))
-            out[rows, :, at].copy_(part[0])  # the own chunk comes first: nothing to merge with
-            lse[rows, :, at].copy_(part[1])
-        for read, mask, segment in _visible_history(call):
-            rows, at = slice(read.row, read.row + 1), slice(read.start, read.stop)
-            part = self.forward(q[rows, :, at], segment.k, segment.v, call.scale, mask)
-            merge(out[rows, :, at], lse[rows, :, at], *part)
-        return state.to(q.dtype), lse.to(wide)
+        parts = []
+        for rows, at, read in _spans(call.chunk):
+            q_here, *kv_here = (x[rows, :, at] for x in (q, k, v))
+            own = Mask(causal=True, window=call.window)
+            part = self.forward(q_here, *kv_here, call.scale, own)
+            segments = _visible_segments(call, read)
+            for number, (mask, segment) in enumerate(segments, 1):
+                new = self.forward(q_here, segment.k, segment.v, call.scale, mask)
+                part = merge(part, new, q.dtype if number == len(segments) else wide)
+            parts.append((rows, at, *part))
+        return _assemble(parts, q, wide)
 
     def attend_backward(
         self,
@@ -70,33 +67,84 @@ class Segmentwise:
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `oomb.attention.attend_backward`."""
-        grad_q = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         grad_k, grad_v = call.own_page_gradients(k, v)
         grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
-        for own in call.chunk.own:
-            rows, at = slice(*own.rows), slice(own.start, own.stop)
-            here = [x[rows, :, at] for x in (grad_out, q, k, v, out, lse)]
-            grads = self.backward(*here, call.scale, Mask(causal=True, window=call.window))
-            for total, term in zip((grad_q, grad_k, grad_v), grads, strict=True):
+        parts = []
+        for rows, at, read in _spans(call.chunk):
+            grad_here, q_here, *kv_here, out_here, lse_here = (
+                x[rows, :, at] for x in (grad_out, q, k, v, out, lse)
+            )
+            own = Mask(causal=True, window=call.window)
+            grad_q, *terms = self.backward(
+                grad_here, q_here, *kv_here, out_here, lse_here, call.scale, own
+            )
+            for total, term in zip((grad_k, grad_v), terms, strict=True):
                 total[rows, :, at].add_(term)
-        for read, mask, segment in _visible_history(call):
-            rows, at = slice(read.row, read.row + 1), slice(read.start, read.stop)
-            grad_here, q_here, out_here, lse_here = (
-                x[rows, :, at] for x in (grad_out, q, out, lse)
-            )
-            terms = self.backward(
-                grad_here, q_here, segment.k, segment.v, out_here, lse_here, call.scale, mask
-            )
-            grad_q[rows, :, at].add_(terms[0])
-            segment.grad_k.add_(terms[1])
-            segment.grad_v.add_(terms[2])
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+            segments = _visible_segments(call, read)
+            if len(segments) > 1:  # two terms lose nothing when their sum is rounded at once
+                grad_q = grad_q.to(grad_k.dtype)
+            for mask, segment in segments:
+                term, *terms = self.backward(
+                    grad_here, q_here, segment.k, segment.v, out_here, lse_here, call.scale, mask
+                )
+                grad_q = grad_q.add_(term)
+                segment.grad_k.add_(terms[0])
+                segment.grad_v.add_(terms[1])
+            parts.append((rows, at, grad_q))
+        return _assemble_gradient(parts, q), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-def _visible_history(call: LayerCall) -> Iterator[tuple[Read, Mask, Segment]]:
-    """(read, mask, segment) for every history segment that some query of the chunk sees."""
-    for read in call.chunk.reads:
-        for segment in call.history.segments(call.layer, read.row, read.first, read.last):
-            mask = Mask(offset=read.last - segment.first, window=call.window)
-            if not mask.hides_all(segment.k.shape[2]):
-                yield read, mask, segment
+def _spans(chunk: Chunk) -> Iterator[tuple[slice, slice, Read | None]]:
+    """(rows, tokens, read) of every causal square; rows that read history come one by one."""
+    reads = {read.row: read for read in chunk.reads}
+    for own in chunk.own:
+        here = {row: reads.get(row) for row in range(*own.rows)}
+        here = {row: read for row, read in here.items() if read and read.start == own.start}
+        at = slice(own.start, own.stop)
+        if not here:
+            yield slice(*own.rows), at, None
+            continue
+        for row in range(*own.rows):
+            yield slice(row, row + 1), at, here.get(row)
+
+
+def _visible_segments(call: LayerCall, read: Read | None) -> list[tuple[Mask, Segment]]:
+    """Every segment of history that some query of a read sees, and its mask."""
+    if read is None:
+        return []
+    found = []
+    for segment in call.history.segments(call.layer, read.row, read.first, read.last):
+        mask = Mask(offset=read.last - segment.first, window=call.window)
+        if not mask.hides_all(segment.k.shape[2]):
+            found.append((mask, segment))
+    return found
+
+
+def _assemble(
+    parts: list[tuple[slice, slice, torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    wide: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, N, H, D] in the dtype of q and lse [B, H, N]; 0 and -inf where no part is."""
+    if len(parts) == 1 and parts[0][2].shape == q.shape:
+        _, _, out, lse = parts[0]
+        return out.transpose(1, 2).to(q.dtype), lse.to(wide)
+    rows, heads, tokens, dim = q.shape
+    whole = q.new_zeros(rows, tokens, heads, dim)
+    whole_lse = q.new_full((rows, heads, tokens), float("-inf"), dtype=wide)
+    for at_rows, at, out, lse in parts:
+        whole[at_rows, at] = out.transpose(1, 2).to(q.dtype)
+        whole_lse[at_rows, :, at] = lse.to(wide)
+    return whole, whole_lse
+
+
+def _assemble_gradient(
+    parts: list[tuple[slice, slice, torch.Tensor]], q: torch.Tensor
+) -> torch.Tensor:
+    """grad_q in the shape and dtype of q; 0 where no part is."""
+    if len(parts) == 1 and parts[0][2].shape == q.shape:
+        return parts[0][2].to(q.dtype)
+    whole = torch.zeros_like(q)
+    for rows, at, grad in parts:
+        whole[rows, :, at] = grad.to(q.dtype)
+    return whole
