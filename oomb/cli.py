@@ -1,9 +1,13 @@
-"""The command line: `oomb demo`."""
+"""The command line: `oomb demo` and `oomb bench`."""
 
 from __future__ import annotations
 
 import json as json_module
 import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +20,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(help="Measure OOMB beside what people use otherwise.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 
 def _version(wanted: bool) -> None:
@@ -63,12 +69,12 @@ def demo(
     # Threads that spin while they wait would lose a core to any other busy program.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Imported here, so that --help and --version do not wait for PyTorch and transformers.
-    from oomb.demo.inputs import DemoOptions, InputError, load
+    from oomb.demo.inputs import DemoOptions, load
     from oomb.demo.report import Progress, show_figures, show_inputs, without_infinities
     from oomb.demo.run import run
 
     console = Console(highlight=False)
-    try:
+    with _refusals():
         inputs = load(
             DemoOptions(
                 text=text, model=model, context=context, chunk=chunk, page=page, steps=steps,
@@ -80,15 +86,145 @@ def demo(
             figures = run(inputs, progress)
         if json is not None:
             write_json(json, without_infinities(figures))
+    show_figures(figures, console)
+    if not figures["gradients"]["within_limit"]:
+        raise typer.Exit(1)
+
+
+@bench.command("attention")
+def bench_attention(
+    queries: Annotated[int | None, typer.Option(help="Queries of each rectangle.")] = None,
+    keys: Annotated[
+        str | None, typer.Option(help="Keys of each rectangle, between commas, or none.")
+    ] = None,
+    square: Annotated[
+        str | None, typer.Option(help="Sides of causal squares, between commas, or none.")
+    ] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 28,
+    kv_heads: Annotated[int, typer.Option(help="Key/value heads; divides --heads.")] = 4,
+    head_dim: Annotated[int, typer.Option(help="Numbers per head.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    page_grad_dtype: Annotated[str, typer.Option(help="Of gradients in pages.")] = "fp32",
+    page: Annotated[int, typer.Option(help="Tokens of one K/V page.")] = 128,
+    segment: Annotated[
+        int | None, typer.Option(help="Tokens of a segment; the engine's choice if left out.")
+    ] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="library, triton, triton-atomic, reference: some, by commas.")
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Measure SDPA and FlexAttention too.")] = True,
+    error: Annotated[bool, typer.Option(help="Compare every result with fp64.")] = True,
+    rounds: Annotated[int, typer.Option(help="Turns that each implementation gets.")] = 5,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
+) -> None:
+    """Time attention, forward and backward, over paged history and over a causal square.
+
+    Sizes are in tokens; what is left out is chosen for the device.
+
+    Exit code 1: a backend of OOMB raised. Exit code 2: bad input, nothing was done.
+    """
+    from oomb.bench.attention.options import AttentionOptions, check
+    from oomb.bench.attention.run import failed, run
+    from oomb.bench.console import make_console
+    from oomb.demo.report import without_infinities
+
+    with _refusals():
+        settings = check(
+            AttentionOptions(
+                queries=queries, keys=keys, square=square, heads=heads, kv_heads=kv_heads,
+                head_dim=head_dim, dtype=dtype, page_grad_dtype=page_grad_dtype, page=page,
+                segment=segment, backends=backends, peers=peers, error=error, rounds=rounds,
+                device=device, out=out,
+            )
+        )  # fmt: skip
+        report = run(settings, _command(), make_console())
+        if out is not None:
+            write_json(out, without_infinities(report))
+    if failed(report):
+        raise typer.Exit(1)
+
+
+@bench.command("step")
+def bench_step(
+    shape: Annotated[str, typer.Option(help="qwen2-7b or tiny.")] = "qwen2-7b",
+    layers: Annotated[int | None, typer.Option(help="Decoder layers, to cut the model.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Tokens of a step, between commas.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens computed at once.")] = None,
+    page: Annotated[int | None, typer.Option(help="Tokens of one K/V page.")] = None,
+    policy: Annotated[str, typer.Option(help="keep, selective or layer.")] = "selective",
+    grad_dtype: Annotated[str, typer.Option(help="Of the engine's gradients.")] = "fp32",
+    page_grad_dtype: Annotated[str, typer.Option(help="Of gradients in pages.")] = "fp32",
+    keep_fill_outputs: Annotated[bool, typer.Option(help="As in EngineConfig.")] = False,
+    backend: Annotated[str, typer.Option(help="auto, or an attention backend.")] = "auto",
+    accumulate: Annotated[
+        str, typer.Option(help="How triton adds to page gradients: owner or atomic.")
+    ] = "owner",
+    liger: Annotated[bool, typer.Option(help="Liger's kernels, on both sides alike.")] = True,
+    peer: Annotated[bool, typer.Option(help="Measure transformers too.")] = True,
+    sample: Annotated[
+        bool,
+        typer.Option(help="Estimate OOMB's time from sampled chunks; transformers is not run."),
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="Repeat each step for this long.")] = 10.0,
+    warmup: Annotated[bool, typer.Option(help="One unmeasured step before each length.")] = True,
+    split: Annotated[
+        int, typer.Option(help="Profile one more step at lengths up to this; 0 for none.")
+    ] = 32768,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
+) -> None:
+    """Time whole training steps beside transformers with layer checkpointing and Liger.
+
+    Sizes are in tokens; what is left out is chosen for the device.
+
+    Exit code 1: the two sides' loss or gradient norm differ by more than 0.5 %, or OOMB's side
+    failed. Exit code 2: bad input, nothing was done.
+    """
+    from oomb.bench.console import make_console
+    from oomb.bench.step.options import StepOptions, check
+    from oomb.bench.step.run import broken, disagree, run
+    from oomb.demo.report import without_infinities
+
+    with _refusals():
+        settings = check(
+            StepOptions(
+                shape=shape, layers=layers, lengths=lengths, chunk=chunk, page=page, policy=policy,
+                grad_dtype=grad_dtype, page_grad_dtype=page_grad_dtype,
+                keep_fill_outputs=keep_fill_outputs, backend=backend, accumulate=accumulate,
+                liger=liger, sample=sample, seconds=seconds, warmup=warmup, split=split,
+                device=device, out=out,
+            )
+        )  # fmt: skip
+        report = run(settings, peer, _command(), make_console())
+        if out is not None:
+            write_json(out, without_infinities(report))
+    if disagree(report) or broken(report):
+        raise typer.Exit(1)
+
+
+def _command() -> str:
+    """The command that was run, less where its output went."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    return shlex.join(["oomb", *(word for word in words if not word.startswith("--out="))])
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Inside, bad input is one sentence and exit code 2."""
+    from oomb.demo.inputs import InputError
+
+    try:
+        yield
     except InputError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
         typer.echo("Stopped before the end.", err=True)
         raise typer.Exit(130) from None
-    show_figures(figures, console)
-    if not figures["gradients"]["within_limit"]:
-        raise typer.Exit(1)
 
 
 def write_json(path: Path, figures: dict) -> None:

@@ -14,34 +14,24 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import gc
 import json
-import platform
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import PreTrainedModel
 
 import oomb
+from oomb.bench.machine import machine_facts
+from oomb.bench.models import QWEN2_7B, make_model
+from oomb.bench.timing import peak_gib, reset_peak, timed
 
-QWEN2_7B = {
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+DEVICE = torch.device("cuda")
+FACTS = ("date", "gpu", "torch", "transformers", "python")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     rows = [compare(model, length, config, exact=options.exact) for length in options.lengths]
     if options.out:
-        report = {**_machine(), "command": _command(options), "rows": rows}
+        facts = machine_facts(DEVICE)
+        machine = {name: facts[name] for name in FACTS}
+        report = {**machine, "command": _command(options), "rows": rows}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(row.get("agrees", True) for row in rows) else 1
 
@@ -182,15 +174,10 @@ def _exact_gradients(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, tor
     return _take_gradients(twin)
 
 
-def _model(layers: int) -> torch.nn.Module:
-    config = Qwen2Config(**{**QWEN2_7B, "num_hidden_layers": layers})
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
+def _model(layers: int) -> PreTrainedModel:
+    model = make_model(QWEN2_7B, layers, device=DEVICE, dtype=torch.bfloat16)
     model.gradient_checkpointing_enable()
-    return model.train()
+    return model
 
 
 def _ordinary_run(model: torch.nn.Module, ids: torch.Tensor, kernel: SDPBackend) -> torch.Tensor:
@@ -207,13 +194,9 @@ def _measure(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> dict[st
         gc.collect()
         torch.cuda.empty_cache()
         others = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters())
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = run()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    peak = (torch.cuda.max_memory_allocated() - others) / 2**30
+        reset_peak(DEVICE)
+        loss, seconds = timed(run, DEVICE)
+    peak = peak_gib(DEVICE) - others / 2**30
     return {"loss": float(loss), "seconds": seconds, "peak_gib": peak}
 
 
@@ -231,16 +214,6 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.float(), b.float()
     dot = float((a * b).sum(dtype=torch.float64))
     return dot / (float(a.double().norm()) * float(b.double().norm()))
-
-
-def _machine() -> dict[str, str]:
-    return {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

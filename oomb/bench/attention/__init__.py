@@ -1,0 +1,1 @@
+"""`oomb bench attention`: every attention backend beside the kernels that people use otherwise."""

@@ -1,0 +1,1 @@
+"""`oomb bench step`: a whole training step beside transformers with checkpointing and Liger."""
