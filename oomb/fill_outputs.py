@@ -23,6 +23,11 @@ class FillOutputs:
         self._keep = keep
         self._kept: dict[int, dict[int, Kept]] = {}
 
+    @property
+    def wanted(self) -> bool:
+        """Whether any are kept."""
+        return self._keep
+
     def counted(self) -> AbstractContextManager[None]:
         """Storages made inside count as `fill_outputs`, if they are to be kept."""
         return category("fill_outputs") if self._keep else nullcontext()

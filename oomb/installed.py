@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from oomb.activations import LayerReplay, checkpointed
+from oomb.fill_ending import FillEnding
 from oomb.fused import Replacement
 from oomb.hf import AttentionHandler, CausalLM, Switch, layer_of
 from oomb.linear import accumulating, is_plain
@@ -67,10 +68,13 @@ class InstalledModel:
                 self._staged.append((mlp, "mlp", number))
 
     @contextmanager
-    def switched_in(self, handler: AttentionHandler) -> Iterator[None]:
+    def switched_in(
+        self, handler: AttentionHandler, ending: FillEnding | None = None
+    ) -> Iterator[None]:
         """Inside, the model's attention is `handler` and its layers follow the activation policy.
 
-        The backward pass of what is computed inside must run inside too.
+        The backward pass of what is computed inside must run inside too. In the fill, `ending`
+        wraps the last layer.
         """
         with self.model.attention_by(self.numbers, handler), Switch() as switch:
             for module in filter(is_plain, self._linears):
@@ -83,6 +87,8 @@ class InstalledModel:
                 forward = decoder.forward
                 if self._checkpoints:
                     forward = checkpointed(forward, replay)
+                if ending is not None and number == len(self.numbers) - 1:
+                    forward = ending.watched(forward)
                 switch.set(decoder, "forward", _staged(forward, "layer", number))
                 switch.undo(replay.clear)
             yield

@@ -24,6 +24,7 @@ from oomb.cache import History
 from oomb.chunking import Chunk, ChunkPlan
 from oomb.columns import Columns
 from oomb.config import EngineConfig
+from oomb.fill_ending import FillEnding
 from oomb.fill_outputs import FillOutputs
 from oomb.installed import InstalledModel
 from oomb.linear_head import linear_loss, linear_loss_and_gradient
@@ -87,6 +88,7 @@ class Passes:
         head = installed.linear_head
         self._linear_head = None if head is None or is_watched(head) else head
         self._fill_outputs = FillOutputs(keep=config.keep_fill_outputs and step is not None)
+        self._ending = FillEnding(wanted=router is None)  # experts are counted in every layer
         self._random: list[RandomState] = []
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._mass = torch.zeros_like(self._loss_sum)  # of routing; [experts] once chunks come
@@ -97,11 +99,13 @@ class Passes:
 
     def fill(self, chunk: Chunk) -> None:
         """Run a chunk without gradients and leave its K and V in pages."""
-        self._random.append(RandomState.capture(self._device))
-        with self._at("fill", chunk), torch.no_grad():
+        before = RandomState.capture(self._device)
+        self._random.append(before)
+        with self._at("fill", chunk, ending=self._ending), torch.no_grad():
             self._hold_pages(chunk)
             output, _ = self._forward(chunk)
             self._count_experts(chunk, output)
+        self._ending.chunk_done(before, RandomState.capture(self._device))
 
     def evaluate(self, chunk: Chunk) -> torch.Tensor:
         """Run a chunk without gradients, its loss included; returns its hidden states."""
@@ -217,13 +221,19 @@ class Passes:
         return block_size(self._config.chunk_size)
 
     @contextmanager
-    def _at(self, phase: Phase, chunk: Chunk, name: str | None = None) -> Iterator[None]:
+    def _at(
+        self,
+        phase: Phase,
+        chunk: Chunk,
+        name: str | None = None,
+        ending: FillEnding | None = None,
+    ) -> Iterator[None]:
         """The engine is inside the model, at this chunk, until the chunk's backward has ended."""
         self._phase, self._chunk = phase, chunk
         with (
             place(name or phase, chunk.index, self._on_event, self._step),
             stage("chunk"),
-            self._installed.switched_in(self._attend),
+            self._installed.switched_in(self._attend, ending),
         ):
             yield
 
@@ -260,21 +270,31 @@ class Passes:
             backend=self._attention[layer].backend,
         )
         if self._phase == "fill":
-            with self._fill_outputs.counted():
-                out, lse = attend(call, q, k, v)
-            self._fill_outputs.put(self._chunk, layer, out, lse)
-            for write in self._chunk.writes:
-                at = slice(write.start, write.stop)
-                self._history.write(
-                    layer, write.row, write.first, k[write.row, :, at], v[write.row, :, at]
-                )
-            return out
+            return self._attend_in_fill(call, q, k, v)
         if self._config.check_replay:
             self._compare_with_pages(layer, k, v)
         replay = self._installed.replays[layer]
         call.kept = replay.take() or self._fill_outputs.get(self._chunk, layer)
         out, lse = ChunkAttention.apply(q, k, v, call)
         replay.keep(out, lse)
+        return out
+
+    def _attend_in_fill(
+        self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        for write in self._chunk.writes:
+            at = slice(write.start, write.stop)
+            self._history.write(
+                call.layer, write.row, write.first, k[write.row, :, at], v[write.row, :, at]
+            )
+        ends = self._ending.comes and call.layer == len(self._facts.layers) - 1
+        if ends and not self._fill_outputs.wanted:
+            self._ending.end()
+        with self._fill_outputs.counted():
+            out, lse = attend(call, q, k, v)
+        self._fill_outputs.put(self._chunk, call.layer, out, lse)
+        if ends:
+            self._ending.end()
         return out
 
     def _compare_with_pages(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
