@@ -30,6 +30,7 @@ def cross_entropy_(
         Losses, fp32 [n].
     """
     rows, vocab = logits.shape
+    targets = targets.contiguous()  # of one token per row, a flattened view has strides
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(vocab))
     _cross_entropy_kernel[(rows,)](

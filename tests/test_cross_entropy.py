@@ -77,6 +77,17 @@ def test_rows_of_a_wider_tensor_leave_the_rest_alone():
 
 
 @kernel
+def test_targets_may_have_strides():
+    """Those of a chunk's only token are a column of the batch's."""
+    logits = torch.randn(4, 50, device=DEVICE)
+    column = torch.randint(0, 50, (4, 7), device=DEVICE)[:, 3:4].flatten()
+    assert not column.is_contiguous()
+    losses, gradient = row_losses(logits, column)
+    torch.testing.assert_close(cross_entropy.cross_entropy_(logits, column), losses)
+    torch.testing.assert_close(logits, gradient)
+
+
+@kernel
 def test_extreme_logits(monkeypatch):
     monkeypatch.setattr(cross_entropy, "BLOCK", 64)
     logits = torch.randn(4, 200, device=DEVICE)

@@ -18,6 +18,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from untouched import changes, picture
 
 import oomb
+from oomb import fused
 from oomb.fused import FusedFunctions, find_replacements, liger_functions
 from oomb.hf import unwrap
 from oomb.probes import probe_model
@@ -314,3 +315,12 @@ def test_ligers_error_is_at_most_twice_transformers_own(family):
     for name in exact:
         allowed = 2 * relative_error(ordinary[name], exact[name]) + 1e-3
         assert relative_error(ours[name], exact[name]) <= allowed, name
+
+
+def test_a_single_token_is_turned_by_the_models_own_rope():
+    """Liger steps by the stride of the token dimension, which means nothing for one token."""
+    calls = []
+    forward = fused._rope_forward(lambda *_: calls.append("own"), lambda *_: calls.append("fused"))
+    for tokens in (1, 2):
+        forward(torch.empty(2, 4, tokens, 8), torch.empty(2, 2, tokens, 8), None, None)
+    assert calls == ["own", "fused"]
