@@ -571,6 +571,14 @@ def test_a_torch_without_the_operator_is_named(monkeypatch):
         choose("library")
 
 
+@pytest.mark.parametrize("op", [library.CPU_OP, library.CPU_OP + "_backward"])
+def test_a_torch_whose_operator_takes_other_arguments_is_named(op, monkeypatch):
+    monkeypatch.setitem(library.ARGUMENTS, op, "query key value window")
+    with pytest.raises(ValueError, match=f"operator {op} with other arguments.*query key value"):
+        choose("library")
+    assert choose("auto").name == "reference"
+
+
 @pytest.mark.parametrize(
     "mask", [Mask(causal=True), Mask(offset=3, window=3), Mask(causal=True, window=2)], ids=str
 )

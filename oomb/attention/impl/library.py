@@ -15,6 +15,20 @@ from oomb.attention.segmentwise import Segmentwise
 aten = torch.ops.aten
 CPU_OP = "_scaled_dot_product_flash_attention_for_cpu"
 CUDA_OP = "_scaled_dot_product_cudnn_attention"
+ARGUMENTS = {
+    CPU_OP: "query key value dropout_p is_causal attn_mask scale",
+    CPU_OP + "_backward": (
+        "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale"
+    ),
+    CUDA_OP: (
+        "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale"
+    ),
+    CUDA_OP + "_backward": (
+        "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q "
+        "cum_seq_k max_q max_k dropout_p is_causal scale"
+    ),
+}
+"""Names of the operators' arguments: torch may change private operators from version to version."""
 CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 CUDA_MAX_HEAD_DIM = 256
@@ -37,8 +51,14 @@ def obstacle(
     op, dtypes = (CUDA_OP, CUDA_DTYPES) if device.type == "cuda" else (CPU_OP, CPU_DTYPES)
     if device.type not in ("cpu", "cuda"):
         return f"there are no library kernels for device {device.type}"
-    if not (hasattr(aten, op) and hasattr(aten, op + "_backward")):
-        return f"torch {torch.__version__} has no operator {op}"
+    for name in (op, op + "_backward"):
+        if not hasattr(aten, name):
+            return f"torch {torch.__version__} has no operator {name}"
+        if _arguments(name) != ARGUMENTS[name]:
+            return (
+                f"torch {torch.__version__} has an operator {name} with other arguments than are "
+                f"known here ({_arguments(name)})"
+            )
     if dtype not in dtypes:
         names = ", ".join(str(each) for each in dtypes)
         return f"on {device.type} its dtypes are {names}, the model's K and V are {dtype}"
@@ -51,6 +71,10 @@ def obstacle(
         if wrong:
             return f"head_dim must be a multiple of 8 up to {CUDA_MAX_HEAD_DIM}, got {wrong[0]}"
     return None
+
+
+def _arguments(op: str) -> str:
+    return " ".join(each.name for each in getattr(aten, op).default._schema.arguments)
 
 
 def make_backend(device: torch.device) -> Backend:
