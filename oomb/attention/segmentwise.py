@@ -7,6 +7,7 @@ visits the same parts, each with the output and log-sum-exp over all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -45,15 +46,16 @@ class Segmentwise:
         """See `oomb.attention.attend`."""
         wide = torch.promote_types(q.dtype, torch.float32)
         parts = []
-        for rows, at, read in _spans(call.chunk):
-            q_here, *kv_here = (x[rows, :, at] for x in (q, k, v))
-            own = Mask(causal=True, window=call.window)
-            part = self.forward(q_here, *kv_here, call.scale, own)
-            segments = _visible_segments(call, read)
-            for number, (mask, segment) in enumerate(segments, 1):
-                new = self.forward(q_here, segment.k, segment.v, call.scale, mask)
-                part = merge(part, new, q.dtype if number == len(segments) else wide)
-            parts.append((rows, at, *part))
+        for span in _spans(call.chunk):
+            sources = _sources(call, span, k, v)
+            part = None
+            for number, (mask, source) in enumerate(sources, 1):
+                here = (q[span.rows, :, span.at], source.k, source.v, call.scale, mask)
+                new = self.forward(*here)
+                dtype = q.dtype if number == len(sources) else wide
+                part = new if part is None else merge(part, new, dtype)
+            if part is not None:
+                parts.append((span, *part))
         return _assemble(parts, q, wide)
 
     def attend_backward(
@@ -70,81 +72,102 @@ class Segmentwise:
         grad_k, grad_v = call.own_page_gradients(k, v)
         grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
         parts = []
-        for rows, at, read in _spans(call.chunk):
-            grad_here, q_here, *kv_here, out_here, lse_here = (
-                x[rows, :, at] for x in (grad_out, q, k, v, out, lse)
+        for span in _spans(call.chunk):
+            grad_here, q_here, out_here, lse_here = (
+                x[span.rows, :, span.at] for x in (grad_out, q, out, lse)
             )
-            own = Mask(causal=True, window=call.window)
-            grad_q, *terms = self.backward(
-                grad_here, q_here, *kv_here, out_here, lse_here, call.scale, own
-            )
-            for total, term in zip((grad_k, grad_v), terms, strict=True):
-                total[rows, :, at].add_(term)
-            segments = _visible_segments(call, read)
-            if len(segments) > 1:  # two terms lose nothing when their sum is rounded at once
-                grad_q = grad_q.to(grad_k.dtype)
-            for mask, segment in segments:
-                term, *terms = self.backward(
-                    grad_here, q_here, segment.k, segment.v, out_here, lse_here, call.scale, mask
+            sources = _sources(call, span, k, v, grad_k, grad_v)
+            grad_q = None
+            for mask, source in sources:
+                new, *terms = self.backward(
+                    grad_here, q_here, source.k, source.v, out_here, lse_here, call.scale, mask
                 )
-                grad_q = grad_q.add_(term)
-                segment.grad_k.add_(terms[0])
-                segment.grad_v.add_(terms[1])
-            parts.append((rows, at, grad_q))
+                source.grad_k.add_(terms[0])
+                source.grad_v.add_(terms[1])
+                if grad_q is not None:
+                    grad_q.add_(new)
+                else:  # two terms lose nothing when their sum is rounded at once
+                    grad_q = new if len(sources) <= 2 else new.to(grad_k.dtype)
+            if grad_q is not None:
+                parts.append((span, grad_q))
         return _assemble_gradient(parts, q), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-def _spans(chunk: Chunk) -> Iterator[tuple[slice, slice, Read | None]]:
-    """(rows, tokens, read) of every causal square; rows that read history come one by one."""
-    reads = {read.row: read for read in chunk.reads}
+@dataclass(frozen=True)
+class _Span:
+    """Queries that see the same keys: those of one document in a chunk.
+
+    Attributes:
+        rows, at: which rows and tokens of the chunk; one row where history is read.
+        causal: whether they see themselves.
+        read: the history that they see, or None.
+    """
+
+    rows: slice
+    at: slice
+    causal: bool
+    read: Read | None
+
+
+def _spans(chunk: Chunk) -> Iterator[_Span]:
+    reads = {(read.row, read.start): read for read in chunk.reads}
     for own in chunk.own:
-        here = {row: reads.get(row) for row in range(*own.rows)}
-        here = {row: read for row, read in here.items() if read and read.start == own.start}
         at = slice(own.start, own.stop)
-        if not here:
-            yield slice(*own.rows), at, None
+        here = [reads.pop((row, own.start), None) for row in range(*own.rows)]
+        if not any(here):
+            yield _Span(slice(*own.rows), at, True, None)
             continue
-        for row in range(*own.rows):
-            yield slice(row, row + 1), at, here.get(row)
+        for row, read in zip(range(*own.rows), here, strict=True):
+            yield _Span(slice(row, row + 1), at, True, read)
+    for (row, _), read in reads.items():
+        yield _Span(slice(row, row + 1), slice(read.start, read.stop), False, read)
 
 
-def _visible_segments(call: LayerCall, read: Read | None) -> list[tuple[Mask, Segment]]:
-    """Every segment of history that some query of a read sees, and its mask."""
-    if read is None:
-        return []
-    found = []
-    for segment in call.history.segments(call.layer, read.row, read.first, read.last):
-        mask = Mask(offset=read.last - segment.first, window=call.window)
-        if not mask.hides_all(segment.k.shape[2]):
-            found.append((mask, segment))
-    return found
+def _sources(
+    call: LayerCall,
+    span: _Span,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad_k: torch.Tensor | None = None,
+    grad_v: torch.Tensor | None = None,
+) -> list[tuple[Mask, Segment]]:
+    """Keys that some query of a span sees, and the mask over each: its own, then its history."""
+    sources = []
+    if span.causal:
+        here = (x if x is None else x[span.rows, :, span.at] for x in (k, v, grad_k, grad_v))
+        sources.append((Mask(causal=True, window=call.window), Segment(0, *here)))
+    if span.read is not None:
+        first, last = span.read.first, span.read.last
+        for segment in call.history.segments(call.layer, span.read.row, first, last):
+            mask = Mask(offset=last - segment.first, window=call.window)
+            if not mask.hides_all(segment.k.shape[2]):
+                sources.append((mask, segment))
+    return sources
 
 
 def _assemble(
-    parts: list[tuple[slice, slice, torch.Tensor, torch.Tensor]],
+    parts: list[tuple[_Span, torch.Tensor, torch.Tensor]],
     q: torch.Tensor,
     wide: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, N, H, D] in the dtype of q and lse [B, H, N]; 0 and -inf where no part is."""
-    if len(parts) == 1 and parts[0][2].shape == q.shape:
-        _, _, out, lse = parts[0]
+    if len(parts) == 1 and parts[0][1].shape == q.shape:
+        _, out, lse = parts[0]
         return out.transpose(1, 2).to(q.dtype), lse.to(wide)
     rows, heads, tokens, dim = q.shape
     whole = q.new_zeros(rows, tokens, heads, dim)
     whole_lse = q.new_full((rows, heads, tokens), float("-inf"), dtype=wide)
-    for at_rows, at, out, lse in parts:
-        whole[at_rows, at] = out.transpose(1, 2).to(q.dtype)
-        whole_lse[at_rows, :, at] = lse.to(wide)
+    for span, out, lse in parts:
+        whole[span.rows, span.at] = out.transpose(1, 2).to(q.dtype)
+        whole_lse[span.rows, :, span.at] = lse.to(wide)
     return whole, whole_lse
 
 
-def _assemble_gradient(
-    parts: list[tuple[slice, slice, torch.Tensor]], q: torch.Tensor
-) -> torch.Tensor:
+def _assemble_gradient(parts: list[tuple[_Span, torch.Tensor]], q: torch.Tensor) -> torch.Tensor:
     """grad_q in the shape and dtype of q; 0 where no part is."""
-    if len(parts) == 1 and parts[0][2].shape == q.shape:
-        return parts[0][2].to(q.dtype)
+    if len(parts) == 1 and parts[0][1].shape == q.shape:
+        return parts[0][1].to(q.dtype)
     whole = torch.zeros_like(q)
-    for rows, at, grad in parts:
-        whole[rows, :, at] = grad.to(q.dtype)
+    for span, grad in parts:
+        whole[span.rows, :, span.at] = grad.to(q.dtype)
     return whole
