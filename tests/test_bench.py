@@ -288,6 +288,18 @@ def test_flops_of_chunk_recurrence(policy, keep, linear, attention):
     assert flops.loss == useful(SIZES, 6).loss
 
 
+def test_flops_of_the_fills_last_layer():
+    """Three chunks of 4, 4 and 2: the second's last layer ends with its keys and values."""
+    two = chunked(SIZES, 10, chunk=4, policy="keep", keep_fill_outputs=False)
+    behind = 2 * 4 * SIZES.behind_attention
+    assert two.linear == 2 * 2 * (8 * 4 + 2 * 3) * LINEAR - behind
+    second = 4 * 4 + 10
+    assert two.attention_forward == 64 * (2 * 10 + 2 * second + 2 * 8 + 3) - 32 * second
+    kept = chunked(SIZES, 10, chunk=4, policy="keep", keep_fill_outputs=True)
+    assert kept.linear == two.linear
+    assert kept.attention_forward == 64 * (10 + second + 2 * 8 + 3)
+
+
 @pytest.mark.parametrize(
     ("side", "changes"),
     [

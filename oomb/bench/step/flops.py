@@ -41,6 +41,11 @@ class LayerSizes:
         return self.hidden * (2 * query + 2 * key) + 3 * self.down
 
     @property
+    def behind_attention(self) -> int:
+        """Weights of a layer's linear layers behind its attention: o, gate, up, down."""
+        return self.hidden * self.heads * self.head_dim + 3 * self.down
+
+    @property
     def per_pair(self) -> int:
         """Operations of attention's forward for one query and one key, over all layers."""
         return 4 * self.heads * self.head_dim * self.layers
@@ -94,7 +99,8 @@ def chunked(
 ) -> StepFlops:
     """What chunk recurrence computes.
 
-    Every chunk but the last is filled: one more forward. `selective` and `layer` compute a layer's
+    Every chunk but the last is filled: one more forward, whose last layer ends with its keys and
+    values from the second chunk on. `selective` and `layer` compute a layer's
     linear layers again, but for its last product, and `layer` its attention too. Attention outputs
     kept from the fill spare both later attention forwards.
 
@@ -109,6 +115,7 @@ def chunked(
         The operations.
     """
     linear = attention = 0
+    unfilled = unfilled_pairs = 0  # what the fill's last layer leaves out
     again = 0 if policy == "keep" else sizes.linear - sizes.down
     for start in range(0, tokens, chunk):
         queries = min(chunk, tokens - start)
@@ -116,9 +123,13 @@ def chunked(
         linear += queries * ((filled + 3) * sizes.linear + again)
         forwards = 1 if filled and keep_fill_outputs else filled + 1 + (policy == "layer")
         attention += forwards * pairs(queries, start)
+        if filled and start:
+            unfilled += queries * sizes.behind_attention
+            unfilled_pairs += 0 if keep_fill_outputs else pairs(queries, start)
     return StepFlops(
-        linear=2 * sizes.layers * linear,
-        attention_forward=sizes.per_pair * attention,
+        linear=2 * (sizes.layers * linear - unfilled),
+        attention_forward=sizes.per_pair * attention
+        - sizes.per_pair // sizes.layers * unfilled_pairs,
         attention_backward=KERNEL_BACKWARD * sizes.per_pair * pairs(tokens),
         loss=_loss(sizes, tokens),
     )
