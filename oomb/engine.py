@@ -19,7 +19,7 @@ from oomb.fused import Replacement, find_replacements, liger_functions
 from oomb.gradients import GradientLedger, give_back_grad_dtype
 from oomb.hf import unwrap
 from oomb.installed import InstalledModel
-from oomb.linear_head import can_run
+from oomb.loss import can_run
 from oomb.passes import LayerAttention, Passes
 from oomb.probes import (
     compare_with_whole_run,

@@ -27,8 +27,13 @@ from oomb.config import EngineConfig
 from oomb.fill_ending import FillEnding
 from oomb.fill_outputs import FillOutputs
 from oomb.installed import InstalledModel
-from oomb.linear_head import linear_loss, linear_loss_and_gradient
-from oomb.loss import block_size, chunk_loss, chunk_loss_and_gradient
+from oomb.loss import (
+    block_size,
+    chunk_loss,
+    chunk_loss_and_gradient,
+    linear_loss,
+    linear_loss_and_gradient,
+)
 from oomb.moe import RouterBalance
 from oomb.probes import is_watched, router_settings
 from oomb.profiling.stage import Place, place, stage

@@ -15,7 +15,7 @@ import oomb
 from oomb.batch import IGNORED
 
 pytest.importorskip("triton", reason="needs Triton")
-cross_entropy = pytest.importorskip("oomb.cross_entropy")
+cross_entropy = pytest.importorskip("oomb.loss.cross_entropy")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by Triton where kernels are defined
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 import oomb
-from oomb import linear_head
 from oomb.batch import IGNORED
 from oomb.hf import unwrap
-from oomb.linear_head import linear_loss, linear_loss_and_gradient, tokens_per_block
+from oomb.loss import linear_head
+from oomb.loss.linear_head import linear_loss, linear_loss_and_gradient, tokens_per_block
 from oomb.probes import find_linear_head, probe_model
 
 SIZES = {"chunk_size": 12, "page_size": 4, "attention_backend": "reference"}

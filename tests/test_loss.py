@@ -6,7 +6,7 @@ from torch.nn import functional
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from oomb.batch import IGNORED
-from oomb.loss import block_size, chunk_loss, chunk_loss_and_gradient
+from oomb.loss.blocks import block_size, chunk_loss, chunk_loss_and_gradient
 from oomb.moe import RouterBalance, RouterSettings
 from oomb.profiling import LiveBytes
 

@@ -1,6 +1,6 @@
 """Loss of a head that is one linear layer: each block's logits turn into their gradient in place.
 
-Beside `loss`, which asks the model for its logits, whatever it does to them, this skips autograd:
+Beside `blocks`, which asks the model for its logits, whatever it does to them, this skips autograd:
 three GEMMs and one kernel per block, with one block of logits alive and nothing else of its size.
 """
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 from oomb.linear import add_gradient, add_weight_gradient
 
 try:
-    from oomb.cross_entropy import cross_entropy_
+    from oomb.loss.cross_entropy import cross_entropy_
 except ImportError:  # no Triton, as on a machine without a GPU
     cross_entropy_ = None
 
