@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Before any kernel is defined: without a GPU, Triton's kernels run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Tiny models gain nothing from threads, and tests run side by side; notebooks' kernels inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)

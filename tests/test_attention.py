@@ -5,7 +5,6 @@ query sees, softmax and autograd.
 """
 
 import ast
-import functools
 import itertools
 import logging
 from pathlib import Path
@@ -14,6 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import (
+    BATCHES,
+    SCALE,
+    chunked_layer,
+    error,
+    layer_tensors,
+    truth,
+    visible,
+    whole_layer,
+)
 
 import oomb.attention.impl
 from oomb.attention import ChunkAttention, LayerCall, Mask, attend, choose_backend
@@ -25,7 +34,6 @@ from oomb.chunking import plan_chunks
 
 CPU = torch.device("cpu")
 BACKENDS = {"reference": reference.ReferenceBackend, "library": library.CpuFlashBackend}
-SCALE = 0.3
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
 NAMES = ("out", "lse", "dq", "dk", "dv")
 HEADS = [(4, 4), (4, 2), (6, 1)]
@@ -36,42 +44,11 @@ def backend(request):
     return BACKENDS[request.param]()
 
 
-@functools.cache
-def visible(queries, keys, mask):
-    """Bool [queries, keys], pair by pair."""
-    seen = torch.zeros(queries, keys, dtype=torch.bool)
-    for i, j in itertools.product(range(queries), range(keys)):
-        back = i + mask.offset - j
-        seen[i, j] = (not mask.causal or back >= 0) and (mask.window is None or back < mask.window)
-    return seen
-
-
-def formula(q, k, v, seen):
-    """out [B, H, N, D] and lse [B, H, N]; every query must see some key."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = torch.matmul(q, k.transpose(-1, -2)) * SCALE
-    scores = scores.masked_fill(~seen, float("-inf"))
-    return torch.matmul(scores.softmax(-1), v), scores.logsumexp(-1)
-
-
 def tensors(queries, keys, heads=(4, 2), dim=8, rows=2, dtype=torch.float64):
     """q, k, v and grad_out in `dtype`, and the same numbers in fp64."""
     shapes = [(rows, heads[0], queries, dim), *[(rows, heads[1], keys, dim)] * 2]
     low = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in (*shapes, shapes[0])]
     return low, [x.double() for x in low]
-
-
-def truth(q, k, v, grad_out, seen):
-    """out, lse, dq, dk, dv of the formula, in the dtype of its inputs."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = formula(*leaves, seen)
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out)
-
-
-def error(a, b):
-    """Largest difference, relative to the largest number (absolute below 1)."""
-    assert a.shape == b.shape
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1.0))
 
 
 def assert_all_close(results, expected, limit):
@@ -309,81 +286,6 @@ def test_merging_only_parts_that_hold_nothing_leaves_the_identity():
 
 
 # -- a layer, filled and swept --------------------------------------------------------------------
-
-
-def chunked_layer(backend, q, k, v, grad_out, lengths, documents, sizes, window=None, grads=None):
-    """One layer's attention by fill and sweep; the arguments and results are whole sequences."""
-    chunk_size, page_size, segment_pages = sizes
-    plan = plan_chunks(lengths, documents, chunk_size=chunk_size, page_size=page_size)
-    history = History(
-        [LayerShape(k.shape[1], k.shape[3], k.dtype)],
-        pages_per_row=plan.pages_per_row,
-        page_size=page_size,
-        segment_pages=segment_pages,
-        page_grad_dtype=grads or torch.promote_types(k.dtype, torch.float32),
-        device=CPU,
-    )
-    results = [torch.zeros_like(x) for x in (q.transpose(1, 2), q, k, v)]
-
-    def call(chunk):
-        return LayerCall(0, SCALE, window, chunk, history, backend)
-
-    for chunk in plan.chunks[:-1]:
-        at = slice(chunk.start, chunk.stop)
-        for write in chunk.writes:
-            history.table.hold(write.row, write.first, write.last)
-        results[0][:, at], _ = attend(call(chunk), q[:, :, at], k[:, :, at], v[:, :, at])
-        for write in chunk.writes:
-            here = slice(chunk.start + write.start, chunk.start + write.stop)
-            history.write(0, write.row, write.first, k[write.row, :, here], v[write.row, :, here])
-    history.open_gradients()
-    for chunk in reversed(plan.chunks):
-        at = slice(chunk.start, chunk.stop)
-        leaves = [x[:, :, at].detach().requires_grad_() for x in (q, k, v)]
-        out, lse = ChunkAttention.apply(*leaves, call(chunk))
-        assert not lse.requires_grad
-        if chunk is plan.chunks[-1]:
-            results[0][:, at] = out.detach()
-        else:
-            assert torch.equal(out, results[0][:, at])  # the sweep repeats the fill
-        out.backward(grad_out[:, at])
-        for result, leaf in zip(results[1:], leaves, strict=True):
-            result[:, :, at] = leaf.grad
-        for write in chunk.writes:
-            history.table.release(write.row, write.first)
-    return results
-
-
-def whole_layer(q, k, v, grad_out, lengths, documents, window=None):
-    """The same by the formula, document by document; padding gives and takes nothing."""
-    results = [torch.zeros_like(x) for x in (q.transpose(1, 2), q, k, v)]
-    for row, (length, starts) in enumerate(zip(lengths, documents, strict=True)):
-        for a, b in itertools.pairwise([*starts, max(length, starts[-1])]):
-            if a == b:
-                continue
-            part = [x[row : row + 1, :, a:b] for x in (q, k, v, grad_out.transpose(1, 2))]
-            seen = visible(b - a, b - a, Mask(causal=True, window=window))
-            out, _, *grads = truth(*part, seen)
-            results[0][row, a:b] = out[0].transpose(0, 1)
-            for result, grad in zip(results[1:], grads, strict=True):
-                result[row, :, a:b] = grad[0]
-    return results
-
-
-def layer_tensors(rows, tokens, dtype=torch.float64):
-    q, k, v, grad = (
-        torch.randn(rows, heads, tokens, 4, dtype=torch.float64).to(dtype) for heads in (4, 2, 2, 4)
-    )
-    return q, k, v, grad.transpose(1, 2).contiguous()
-
-
-BATCHES = {
-    "one row": ([23], [[0]]),
-    "shorter than a page": ([2], [[0]]),
-    "a multiple of a chunk": ([24], [[0]]),
-    "right padding, one row empty": ([23, 9, 0, 16], [[0]] * 4),
-    "packed": ([40, 40, 33], [[0, 3, 4, 19, 32], [0, 8, 16], [0, 31]]),
-}
 
 
 @pytest.mark.parametrize(

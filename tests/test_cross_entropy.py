@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from helpers import gradients, tiny_model, worst_error
@@ -17,20 +13,7 @@ from oomb.batch import IGNORED
 pytest.importorskip("triton", reason="needs Triton")
 cross_entropy = pytest.importorskip("oomb.loss.cross_entropy")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by Triton where kernels are defined
-DEVICE = "cpu" if INTERPRETED else "cuda"
-kernel = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(),
-    reason="needs a CUDA GPU, or TRITON_INTERPRET=1 as in the test below",
-)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the test that runs the others")
-def test_this_file_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # in Triton's interpreter: see conftest
 
 
 def row_losses(logits, targets):
@@ -41,7 +24,6 @@ def row_losses(logits, targets):
     return losses.detach(), leaf.grad
 
 
-@kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 2, 97, 128, 129, 1000])
 @pytest.mark.parametrize("block", [64, 16384])
@@ -65,7 +47,6 @@ def test_losses_and_gradients_equal_pytorchs(vocab, dtype, block, monkeypatch):
     assert not logits[[1, 5]].any()
 
 
-@kernel
 def test_rows_of_a_wider_tensor_leave_the_rest_alone():
     wide = torch.randn(4, 300, device=DEVICE)
     rest, logits = wide[:, 257:].clone(), wide[:, :257]
@@ -76,7 +57,6 @@ def test_rows_of_a_wider_tensor_leave_the_rest_alone():
     assert torch.equal(wide[:, 257:], rest)
 
 
-@kernel
 def test_targets_may_have_strides():
     """Those of a chunk's only token are a column of the batch's."""
     logits = torch.randn(4, 50, device=DEVICE)
@@ -87,7 +67,6 @@ def test_targets_may_have_strides():
     torch.testing.assert_close(logits, gradient)
 
 
-@kernel
 def test_extreme_logits(monkeypatch):
     monkeypatch.setattr(cross_entropy, "BLOCK", 64)
     logits = torch.randn(4, 200, device=DEVICE)
@@ -101,7 +80,6 @@ def test_extreme_logits(monkeypatch):
     torch.testing.assert_close(logits, gradient)
 
 
-@kernel
 def test_a_logit_that_is_no_number_shows():
     logits = torch.randn(2, 200, device=DEVICE)
     logits[0, 150] = float("nan")
@@ -109,7 +87,6 @@ def test_a_logit_that_is_no_number_shows():
     assert losses.isnan().tolist() == [True, False]
 
 
-@kernel
 def test_a_step_through_the_kernel(monkeypatch):
     ids = torch.randint(0, 97, (2, 29), device=DEVICE)
     model = tiny_model("qwen2", torch.float32).to(DEVICE)
