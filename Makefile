@@ -14,10 +14,10 @@ ARGS ?=
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test test-gpu check format notebooks clean
+.PHONY: help lab test test-gpu test-kernels check format notebooks clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 lab: $(VENV)/lab.stamp ## open JupyterLab on notebooks/00_start_here.ipynb
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ROOT) $(ARGS)
@@ -27,6 +27,9 @@ test: $(VENV)/test.stamp ## run the tests (those that need a GPU are skipped whe
 
 test-gpu: $(VENV)/test.stamp ## run only the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-kernels: $(VENV)/test.stamp ## compile every Triton kernel for GPUs that need not be here
+	$(BIN)/python -m oomb.attention.impl.triton.builds $(ARGS)
 
 check: $(VENV)/dev.stamp ## lint, check formatting, types and docstrings
 	$(BIN)/ruff check .

@@ -35,8 +35,11 @@ CHECKED, TIMED, HEADLINE = (512, 3), (4096, 3), (4096, 8)
 """Tokens of a chunk, and how many chunks of history it reads."""
 ENOUGH = 0.6
 """Share of the headline's speed that cells of 16 bits and pages of 64 and more should reach."""
+SLACK = 1e-6
+"""Three TF32 products stand for one in fp32, and lose a little of it."""
 REPEATS = 5
 NAMES = ("out", "dq", "dk", "dv")
+DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,10 @@ class Problem:
         heads, kv_heads = cell.heads
         dtype, shape = DTYPES[cell.dtype], (1, tokens, kv_heads, cell.head_dim)
         self.k, self.v = (
-            torch.randn(shape, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(2)
+            torch.randn(shape, device=DEVICE, dtype=dtype).transpose(1, 2) for _ in range(2)
         )
         q, grad = (
-            torch.randn(1, chunk, heads, cell.head_dim, device="cuda", dtype=dtype)
+            torch.randn(1, chunk, heads, cell.head_dim, device=DEVICE, dtype=dtype)
             for _ in range(2)
         )
         self.q, self.grad_out = q.transpose(1, 2), grad
@@ -99,7 +102,7 @@ class Problem:
             page_size=cell.page,
             segment_pages=1,
             page_grad_dtype=torch.float32,
-            device=torch.device("cuda"),
+            device=DEVICE,
         )
         random.Random(0).shuffle(self.pages.table._free)  # pages anywhere in the pool
         self.pages.table.hold(0, 0, history)
@@ -131,12 +134,12 @@ class Problem:
 
     def seen(self) -> torch.Tensor:
         """Bool [N, all tokens]: which keys each query of the chunk sees."""
-        at = torch.arange(self.tokens, device="cuda")
+        at = torch.arange(self.tokens, device=DEVICE)
         back = at[self.history_tokens :, None] - at
         seen = back >= 0
         if self.window is not None:
             seen &= back < self.window
-        document = torch.bucketize(at, torch.tensor(self.starts, device="cuda"), right=True)
+        document = torch.bucketize(at, torch.tensor(self.starts, device=DEVICE), right=True)
         return seen & (document[self.history_tokens :, None] == document)
 
     def pairs(self) -> int:
@@ -170,8 +173,8 @@ def check(cell: Cell) -> dict[str, Any]:
         }
     except Exception as error:  # one cell that breaks leaves the others their place in the table
         return {**asdict(cell), "failed": f"{type(error).__name__}: {error}"[:300]}
-    ratios = [a / b for a, b in zip(*map(dict.values, row.values()), strict=True)]
-    return {**asdict(cell), **row, "right": max(ratios) <= 2.0}
+    pairs = zip(*map(dict.values, row.values()), strict=True)
+    return {**asdict(cell), **row, "right": all(a <= 2 * b + SLACK for a, b in pairs)}
 
 
 def _errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, float]:
@@ -195,12 +198,11 @@ def speed(cell: Cell, size: tuple[int, int] = TIMED) -> dict[str, float]:
 
 
 def _seconds(run) -> float:
-    device = torch.device("cuda")
     times = []
     for _ in range(REPEATS + 1):
-        begin = mark(device)
+        begin = mark(DEVICE)
         run()
-        end = mark(device)
+        end = mark(DEVICE)
         torch.cuda.synchronize()
         times.append(elapsed(begin, end))
     return median(times[1:])
@@ -221,8 +223,9 @@ def table(report: dict[str, Any]) -> str:
             lines.append(f"| {dtype} | {dim} | {right} | | | | |")
             continue
         ratios = [r["errors"][n] / r["errors_of_pytorch"][n] for r in done for n in NAMES]
-        speeds = [_span([r[f"{way}_tflops"] for r in done]) for way in ("forward", "backward")]
-        counted = [r for r in done if r["fast_enough"] is not None]
+        timed = [r for r in done if "forward_tflops" in r]
+        speeds = [_span([r[f"{way}_tflops"] for r in timed]) for way in ("forward", "backward")]
+        counted = [r for r in timed if r["fast_enough"] is not None]
         slow = f"{sum(not r['fast_enough'] for r in counted)} of {len(counted)}" if counted else ""
         cells_ = (dtype, dim, right, f"{max(ratios):.2f}", *speeds, slow)
         lines.append("| " + " | ".join(map(str, cells_)) + " |")
@@ -230,7 +233,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def _span(values: list[float]) -> str:
-    return f"{min(values):.0f} to {max(values):.0f}"
+    return f"{min(values):.0f} to {max(values):.0f}" if values else "not timed"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -245,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = pool.map(check, cells(), chunksize=3)
     headline = speed(Cell("bf16", 128, 128, "dense"), HEADLINE)
     command = "python -m oomb.bench.cells"
-    report = {**machine_facts(torch.device("cuda")), "command": command, "headline": headline}
+    report = {**machine_facts(DEVICE), "command": command, "headline": headline}
     report["cells"] = rows
     for number, (cell, row) in enumerate(zip(cells(), rows, strict=True), 1):
         if "failed" not in row:

@@ -76,8 +76,9 @@ RUNGS = (
     ),
     Rung(
         FORWARD, "128 queries on 4 warps, 2 stages",
-        "A program needs 96 KiB of shared memory, so two share a multiprocessor: one's softmax "
-        "runs under the other's products.",
+        "A program needs 96 KiB of shared memory, so two share a multiprocessor and one's softmax "
+        "runs under the other's products: no faster here than 64 queries, but 579 against 531 "
+        "TFLOP/s in a causal square of 32,768.",
     ),
     Rung(
         BACKWARD, "atomic additions, fp32",
@@ -190,6 +191,7 @@ def measure(queries: int = QUERIES, keys: int = KEYS) -> dict[str, Any]:
             tflops = 2.5 * problem.flops / _seconds(run) / 1e12
             error = _relative(grad_q, true_grad)
         row = asdict(rung) | {"atomic": str(rung.atomic) if rung.atomic else None}
+        del row["why"]
         rows.append({**row, "tflops": tflops, "share": tflops / ceiling, "from_cudnn": error})
         print(f"{rung.way:9} {rung.name:34} {tflops:6.0f} {tflops / ceiling:5.0%} {error:.1e}")
     peers = {
@@ -252,12 +254,14 @@ def render(report: dict[str, Any]) -> str:
         f"A matrix product of 8192^3 runs at {report['ceiling']:.0f} TFLOP/s there. The backward "
         "counts 2.5 times the forward's operations, though ours does 3.5.",
     ]
+    why = {(rung.way, rung.name): rung.why for rung in RUNGS}
     for way in (FORWARD, BACKWARD):
         lines += ["", f"## {way.capitalize()}", "", "| rung | TFLOP/s | of the product | why |"]
         lines += ["| --- | ---: | ---: | --- |"]
         for rung in report["rungs"]:
             if rung["way"] == way:
-                cells = (f"{rung['tflops']:.0f}", f"{rung['share']:.0%}", rung["why"])
+                reason = why[way, rung["name"]]
+                cells = (f"{rung['tflops']:.0f}", f"{rung['share']:.0%}", reason)
                 lines.append(f"| {rung['name']} | " + " | ".join(cells) + " |")
         for name, tflops in report["beside"].items():
             share = tflops[way] / report["ceiling"]

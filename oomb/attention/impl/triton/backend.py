@@ -9,7 +9,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from oomb.attention.api import LayerCall, Mask
+from oomb.attention.api import LayerCall
 from oomb.attention.impl.triton.backward import (
     delta_kernel,
     key_grads_kernel,
@@ -90,13 +90,20 @@ class Part:
             self.window is None, self.lowest is None,
         )  # fmt: skip
 
+    def cut(self, kernel: str) -> bool:
+        """Whether a mask cuts many of the tiles that a kernel walks over."""
+        masked = self.window is not None or self.lowest is not None
+        return masked or (self.causal and kernel == "key_grads")
+
     def candidates(self, kernel: str) -> list[Tile]:
-        """Tiles to try for a kernel; those that a page holds whole go first."""
-        cut = self.window is not None or self.lowest is not None
-        cut = cut or (self.causal and kernel == "key_grads")
+        """Tiles to try for a kernel."""
         capability = _capability(self.k.device)
-        found = tiles(kernel, capability, self.k.dtype, self.width, cut=cut)
-        return sorted(found, key=lambda tile: self.fit(tile) != (tile.keys, False))
+        cut = self.cut(kernel)
+        return self.by_fit(tiles(kernel, capability, self.k.dtype, self.width, cut=cut))
+
+    def by_fit(self, found: list[Tile]) -> list[Tile]:
+        """The same tiles; those that would shrink to lie inside a page go last."""
+        return sorted(found, key=lambda tile: self.fit(tile)[0] < tile.keys)
 
 
 class TritonBackend:
@@ -177,10 +184,14 @@ class TritonBackend:
         """(read, part) for each row whose queries see any of its history."""
         found = []
         for read in call.chunk.reads:
-            keys = read.last - read.first
-            if Mask(offset=keys, window=call.window).hides_all(keys):
+            first = read.first
+            if call.window is not None:  # pages that the first query has left behind are not read
+                first = max(first, read.last - call.window + 1)
+                first -= (first - read.first) % call.history.table.page_size
+            if first >= read.last:
                 continue
-            pages = call.history.pages(call.layer, read.row, read.first, read.last)
+            pages = call.history.pages(call.layer, read.row, first, read.last)
+            keys = read.last - first
             part = Part(
                 pages.k, pages.v, keys, pages.grad_k, pages.grad_v, pages.rows, pages.page_size,
                 offset=keys, window=call.window,
