@@ -1,4 +1,4 @@
-"""What ships with OOMB beside its code: a small trained model and the text it was trained on."""
+"""What ships with OOMB beside its code: a small trained model, its text, and measurements."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ TEXT_PARTS = ("pretrain", "finetune", "validation", "heldout")
 def demo_model_dir() -> Path:
     """Folder of the small demo model, in the layout that transformers' from_pretrained reads."""
     return Path(__file__).parent / "demo_model"
+
+
+def results_dir() -> Path:
+    """Folder of the recorded measurements, JSON as the benchmarks write it."""
+    return Path(__file__).parent / "results"
 
 
 def demo_text(part: str) -> str:

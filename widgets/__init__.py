@@ -6,6 +6,7 @@ from oomb_widgets.alive import alive
 from oomb_widgets.check import check, judge
 from oomb_widgets.differences import gradient_differences
 from oomb_widgets.growth import memory_growth
+from oomb_widgets.kernels import kernel_ladder, page_lookup
 from oomb_widgets.maps import gradient_flow, who_reads_whom
 from oomb_widgets.page_table import page_film, page_table
 from oomb_widgets.picture import Picture, count, size
@@ -22,8 +23,10 @@ __all__ = [
     "gradient_differences",
     "gradient_flow",
     "judge",
+    "kernel_ladder",
     "memory_growth",
     "page_film",
+    "page_lookup",
     "page_table",
     "predict",
     "reveal",

@@ -5,11 +5,13 @@ from typing import Any
 
 from oomb_widgets.exercise_bytes import judge_page_bytes
 from oomb_widgets.exercise_loss import judge_chunked_loss
+from oomb_widgets.exercise_occupancy import judge_programs
 from oomb_widgets.exercise_recurrence import judge_recurrent_step
 from oomb_widgets.verdict import NOT_YET, NotYet, Verdict, is_empty
 
 EXERCISES: dict[str, Callable[[Any], Verdict]] = {
     "page_bytes": judge_page_bytes,
+    "programs": judge_programs,
     "chunked_loss": judge_chunked_loss,
     "recurrent_step": judge_recurrent_step,
 }
