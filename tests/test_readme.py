@@ -9,19 +9,28 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import oomb
-from oomb.bench.table import agreement_table
+from oomb.bench.table import step_table
 from oomb_assets import demo_model_dir
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "assets" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_table_is_the_recorded_one():
-    assert agreement_table(ROOT / "assets" / "results" / "agreement_h200.json") in README
+    reports = [RESULTS / "step_h200.json", RESULTS / "step_256k_h200.json"]
+    assert step_table(reports) in README
+    for report in map(json.loads, map(Path.read_text, reports)):
+        assert f"{report['gpu']}, {report['date']}, torch {report['torch']}, " in README
+        assert f"transformers {report['transformers']}." in README
+        assert report["settings"]["policy"] == "keep"
+        assert all(row["agrees"] for row in report["rows"])
+    settings = [json.loads(report.read_text())["settings"] for report in reports]
+    assert [(s["chunk"], s["grad_dtype"]) for s in settings] == [(8192, "fp32"), (4096, "bf16")]
 
 
 def test_numbers_around_the_table_are_the_recorded_ones():
-    exact = json.loads((ROOT / "assets" / "results" / "agreement_fp32_h200.json").read_text())
+    exact = json.loads((RESULTS / "agreement_fp32_h200.json").read_text())
     row = exact["rows"][0]
     assert f"{100 * row['error']:.2f} % for OOMB" in README
     assert f"{100 * row['error_ordinary']:.2f} % for transformers" in README
