@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -179,8 +180,10 @@ def main(arguments: list[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET must not be 1: interpreted kernels cannot be compiled")
     wanted = builds() if options.sample is None else sample(options.sample)
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        rows = pool.map(compile_build, wanted, chunksize=4)
+    spawn = multiprocessing.get_context("spawn")
+    # An executor says so where a compiler takes its process down; a Pool would wait for it.
+    with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
+        rows = list(pool.map(compile_build, wanted, chunksize=4))
     import triton
 
     report = {"triton": triton.__version__, "chips": summary(rows)}
