@@ -542,7 +542,8 @@ def test_a_side_that_dies_is_started_again_for_the_other_lengths(monkeypatch):
     assert "exit code -6" in result.stdout
 
 
-def test_settings_that_the_engine_refuses_are_bad_input(in_this_process):
+def test_settings_that_the_engine_refuses_are_bad_input(in_this_process, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     result = invoke(*TINY_RUN, "--backend", "triton")
     assert result.exit_code == 2
     assert result.stderr.startswith(

@@ -63,6 +63,8 @@ def choose_backend(
     obstacles = {}
     for candidate in BACKENDS[1:] if name == "auto" else (name,):
         obstacle = _obstacle(candidate, **facts, deterministic=deterministic, windows=windows)
+        if name == "auto" and candidate == "triton" and device.type != "cuda":
+            obstacle = obstacle or "its interpreter is slow, and used only where it is named"
         if name == "auto" and obstacle is None and candidate == "library" and documents:
             # cuDNN plans anew for every shape, and documents come in all lengths.
             triton_can = _obstacle("triton", **facts, deterministic=False, windows=False) is None

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from oomb.attention import LayerCall, attend, attend_backward
+from oomb.attention import LayerCall, attend, attend_backward, choose_backend
 from oomb.bench.machine import machine_facts
 from oomb.bench.timing import elapsed, mark
 from oomb.cache import History
@@ -76,8 +76,6 @@ class Problem:
     """
 
     def __init__(self, cell: Cell, size: tuple[int, int]) -> None:
-        from oomb.attention.impl.triton.backend import TritonBackend
-
         torch.manual_seed(0)
         chunk, before = size
         history, tokens = chunk * before, chunk * (before + 1)
@@ -109,7 +107,7 @@ class Problem:
         self.pages.write(0, 0, 0, self.k[0, :, :history], self.v[0, :, :history])
         self.pages.open_gradients()
         self.scale = cell.head_dim**-0.5
-        backend = TritonBackend()
+        backend = choose_backend("triton", device=DEVICE, dtype=dtype, head_dims={cell.head_dim})
         self.call = LayerCall(0, self.scale, self.window, plan.chunks[-1], self.pages, backend)
         self.own = [x[:, :, history:] for x in (self.k, self.v)]
 
