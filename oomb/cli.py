@@ -155,6 +155,7 @@ def bench_step(
     policy: Annotated[str, typer.Option(help="keep, selective or layer.")] = "selective",
     grad_dtype: Annotated[str, typer.Option(help="Of the engine's gradients.")] = "fp32",
     page_grad_dtype: Annotated[str, typer.Option(help="Of gradients in pages.")] = "fp32",
+    live_chunks: Annotated[int, typer.Option(help="As in EngineConfig.")] = 1,
     keep_fill_outputs: Annotated[bool, typer.Option(help="As in EngineConfig.")] = False,
     backend: Annotated[str, typer.Option(help="auto, or an attention backend.")] = "auto",
     accumulate: Annotated[
@@ -191,7 +192,8 @@ def bench_step(
             StepOptions(
                 shape=shape, layers=layers, lengths=lengths, chunk=chunk, page=page, policy=policy,
                 grad_dtype=grad_dtype, page_grad_dtype=page_grad_dtype,
-                keep_fill_outputs=keep_fill_outputs, backend=backend, accumulate=accumulate,
+                live_chunks=live_chunks, keep_fill_outputs=keep_fill_outputs,
+                backend=backend, accumulate=accumulate,
                 liger=liger, sample=sample, seconds=seconds, warmup=warmup, split=split,
                 device=device, out=out,
             )

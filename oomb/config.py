@@ -25,7 +25,8 @@ class EngineConfig:
     """How the engine cuts, stores and computes a sequence.
 
     Attributes:
-        chunk_size: tokens computed at once (C). Activations are alive for one chunk only.
+        chunk_size: tokens computed at once (C). Activations are alive for
+            `live_chunks` of them only.
         page_size: tokens of one layer's K and V stored together (P). Must divide `chunk_size`.
         segment_pages: consecutive pages stored and attended together; None takes whole chunks, up
             to 32,768 tokens, of a length that leaves little of the last segment empty.
@@ -37,6 +38,9 @@ class EngineConfig:
         activation_policy: what a chunk keeps between forward and backward: `keep` everything,
             `selective` each layer's input and attention output, `layer` each layer's input only.
             The rest is computed again.
+        live_chunks: how many chunks' activations may be alive at once. The last of a sequence go
+            from their only forward straight to their backward; all others run forward twice. More
+            than 1 is faster on short sequences, and needs `activation_policy='keep'`.
         keep_fill_outputs: the fill keeps each layer's attention output and log-sum-exp, and the
             sweep takes them instead of running attention forward again. Costs as many bytes per
             token as a hidden state, for every layer, until the token's chunk is swept.
@@ -69,6 +73,7 @@ class EngineConfig:
     attention_backend: AttentionBackendName = "auto"
     accumulate: Accumulate = "owner"
     activation_policy: ActivationPolicy = "selective"
+    live_chunks: int = 1
     keep_fill_outputs: bool = False
     fused_kernels: FusedKernels = "auto"
     grad_dtype: torch.dtype = torch.float32
@@ -79,7 +84,7 @@ class EngineConfig:
     recorder: Any | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chunk_size", "page_size"):
+        for name in ("chunk_size", "page_size", "live_chunks"):
             object.__setattr__(self, name, _positive_int(name, getattr(self, name)))
         if self.segment_pages is not None:
             object.__setattr__(
@@ -96,6 +101,12 @@ class EngineConfig:
         _one_of("fused_kernels", self.fused_kernels, FUSED_KERNELS)
         _one_of("grad_dtype", self.grad_dtype, GRADIENT_DTYPES)
         _one_of("page_grad_dtype", self.page_grad_dtype, GRADIENT_DTYPES)
+        if self.live_chunks > 1 and self.activation_policy != "keep":
+            raise ValueError(
+                f"live_chunks={self.live_chunks} keeps whole chunks alive, but "
+                f"activation_policy={self.activation_policy!r} drops parts of them; use "
+                "activation_policy='keep' or live_chunks=1"
+            )
         for name in ("keep_fill_outputs", "deterministic", "check_replay", "restore_grads"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")

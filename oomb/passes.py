@@ -5,7 +5,7 @@ The *fill* runs the chunks in order without gradients and leaves their K/V in pa
 runs them in reverse with gradients: forward again, loss, backward. A chunk's backward adds its term
 to the page gradients of every earlier chunk; when the sweep reaches chunk j, the terms of all later
 chunks are there already, so its own backward starts from them and is complete. The activations of
-one chunk are alive at any time, and nothing is approximated.
+one chunk (or of `live_chunks`) are alive at any time, and nothing is approximated.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Passes:
         self._linear_head = None if head is None or is_watched(head) else head
         self._fill_outputs = FillOutputs(keep=config.keep_fill_outputs and step is not None)
         self._ending = FillEnding(wanted=router is None)  # experts are counted in every layer
+        self._live: dict[int, tuple[Any, torch.Tensor]] = {}  # by chunk: output with its graph, ids
         self._random: list[RandomState] = []
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._mass = torch.zeros_like(self._loss_sum)  # of routing; [experts] once chunks come
@@ -103,14 +104,23 @@ class Passes:
     # -- fill -------------------------------------------------------------------------------------
 
     def fill(self, chunk: Chunk) -> None:
-        """Run a chunk without gradients and leave its K and V in pages."""
+        """Run a chunk and leave its K and V in pages; without gradients unless it stays alive."""
         before = RandomState.capture(self._device)
         self._random.append(before)
+        if self._stays_alive(chunk):
+            with self._at("fill", chunk), torch.enable_grad():
+                self._hold_pages(chunk)
+                self._live[chunk.index] = output, _ = self._forward(chunk)
+                self._count_experts(chunk, output)
+            return
         with self._at("fill", chunk, ending=self._ending), torch.no_grad():
             self._hold_pages(chunk)
             output, _ = self._forward(chunk)
             self._count_experts(chunk, output)
         self._ending.chunk_done(before, RandomState.capture(self._device))
+
+    def _stays_alive(self, chunk: Chunk) -> bool:
+        return chunk.index >= len(self._plan.chunks) - self._config.live_chunks
 
     def evaluate(self, chunk: Chunk) -> torch.Tensor:
         """Run a chunk without gradients, its loss included; returns its hidden states."""
@@ -135,10 +145,10 @@ class Passes:
         self._history.open_gradients()
 
     def sweep(self, chunk: Chunk) -> None:
-        """Run a chunk with gradients, forward and backward, then free its pages."""
+        """Run a chunk's backward, after its forward unless that is alive; then free its pages."""
         self._random[chunk.index].restore()
         with self._at("sweep", chunk), torch.enable_grad():
-            output, ids = self._forward(chunk)
+            output, ids = self._live.pop(chunk.index, None) or self._forward(chunk)
             if chunk is self._plan.chunks[-1]:  # it had no fill, and one ordinary forward ends here
                 self._count_experts(chunk, output)
                 self._after_forward = RandomState.capture(self._device)
@@ -275,8 +285,10 @@ class Passes:
             backend=self._attention[layer].backend,
         )
         if self._phase == "fill":
-            return self._attend_in_fill(call, q, k, v)
-        if self._config.check_replay:
+            self._write_pages(call, k, v)
+            if not torch.is_grad_enabled():
+                return self._attend_in_fill(call, q, k, v)
+        elif self._config.check_replay:
             self._compare_with_pages(layer, k, v)
         replay = self._installed.replays[layer]
         call.kept = replay.take() or self._fill_outputs.get(self._chunk, layer)
@@ -284,14 +296,14 @@ class Passes:
         replay.keep(out, lse)
         return out
 
+    def _write_pages(self, call: LayerCall, k: torch.Tensor, v: torch.Tensor) -> None:
+        for write in self._chunk.writes:
+            own_k, own_v = (x[write.row, :, write.start : write.stop].detach() for x in (k, v))
+            self._history.write(call.layer, write.row, write.first, own_k, own_v)
+
     def _attend_in_fill(
         self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        for write in self._chunk.writes:
-            at = slice(write.start, write.stop)
-            self._history.write(
-                call.layer, write.row, write.first, k[write.row, :, at], v[write.row, :, at]
-            )
         ends = self._ending.comes and call.layer == len(self._facts.layers) - 1
         if ends and not self._fill_outputs.wanted:
             self._ending.end()

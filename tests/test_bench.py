@@ -281,7 +281,7 @@ def test_flops_of_checkpointing():
     ],
 )
 def test_flops_of_chunk_recurrence(policy, keep, linear, attention):
-    flops = chunked(SIZES, 6, chunk=4, policy=policy, keep_fill_outputs=keep)
+    flops = chunked(SIZES, 6, chunk=4, policy=policy, live_chunks=1, keep_fill_outputs=keep)
     assert flops.linear == 2 * 2 * linear
     assert flops.attention_forward == 64 * attention
     assert flops.attention_backward == 2.5 * 64 * 21
@@ -290,14 +290,18 @@ def test_flops_of_chunk_recurrence(policy, keep, linear, attention):
 
 def test_flops_of_the_fills_last_layer():
     """Three chunks of 4, 4 and 2: the second's last layer ends with its keys and values."""
-    two = chunked(SIZES, 10, chunk=4, policy="keep", keep_fill_outputs=False)
+    settings = {"chunk": 4, "policy": "keep"}
+    two = chunked(SIZES, 10, **settings, live_chunks=1, keep_fill_outputs=False)
     behind = 2 * 4 * SIZES.behind_attention
     assert two.linear == 2 * 2 * (8 * 4 + 2 * 3) * LINEAR - behind
     second = 4 * 4 + 10
     assert two.attention_forward == 64 * (2 * 10 + 2 * second + 2 * 8 + 3) - 32 * second
-    kept = chunked(SIZES, 10, chunk=4, policy="keep", keep_fill_outputs=True)
+    kept = chunked(SIZES, 10, **settings, live_chunks=1, keep_fill_outputs=True)
     assert kept.linear == two.linear
     assert kept.attention_forward == 64 * (10 + second + 2 * 8 + 3)
+    live = chunked(SIZES, 10, **settings, live_chunks=2, keep_fill_outputs=False)
+    assert live.linear == 2 * 2 * (4 * 4 + 6 * 3) * LINEAR
+    assert live.attention_forward == 64 * (2 * 10 + second + 2 * 8 + 3)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +309,7 @@ def test_flops_of_the_fills_last_layer():
     [
         (TheirSide, {}),
         (OurSide, {"policy": "keep"}),
+        (OurSide, {"policy": "keep", "live_chunks": 2}),
         (OurSide, {"policy": "selective"}),
         (OurSide, {"policy": "layer", "keep_fill_outputs": True}),
     ],
@@ -457,7 +462,7 @@ def test_bench_step_prints_and_writes(tmp_path, in_this_process):
         assert 0 < side["utilisation"] < side["share_of_roofline"]
         assert side["peak_gib"] is None
     sizes = check_step(StepOptions(shape="tiny", layers=1, device="cpu")).sizes()
-    expected = chunked(sizes, 48, chunk=16, policy="layer", keep_fill_outputs=True)
+    expected = chunked(sizes, 48, chunk=16, policy="layer", live_chunks=1, keep_fill_outputs=True)
     assert ours["computed_flops"]["linear"] == expected.linear
     assert theirs["computed_flops"]["linear"] == checkpointed(sizes, 48).linear
 

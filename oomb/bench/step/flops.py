@@ -95,12 +95,18 @@ def checkpointed(sizes: LayerSizes, tokens: int) -> StepFlops:
 
 
 def chunked(
-    sizes: LayerSizes, tokens: int, *, chunk: int, policy: str, keep_fill_outputs: bool
+    sizes: LayerSizes,
+    tokens: int,
+    *,
+    chunk: int,
+    policy: str,
+    live_chunks: int,
+    keep_fill_outputs: bool,
 ) -> StepFlops:
     """What chunk recurrence computes.
 
-    Every chunk but the last is filled: one more forward, whose last layer ends with its keys and
-    values from the second chunk on. `selective` and `layer` compute a layer's
+    Every chunk but the last `live_chunks` is filled: one more forward, whose last layer ends with
+    its keys and values from the second chunk on. `selective` and `layer` compute a layer's
     linear layers again, but for its last product, and `layer` its attention too. Attention outputs
     kept from the fill spare both later attention forwards.
 
@@ -109,6 +115,7 @@ def chunked(
         tokens: of the sequence.
         chunk: tokens per chunk.
         policy: `keep`, `selective` or `layer`.
+        live_chunks: chunks at the end that go from one forward to their backward.
         keep_fill_outputs: whether attention outputs are kept from the fill.
 
     Returns:
@@ -117,9 +124,10 @@ def chunked(
     linear = attention = 0
     unfilled = unfilled_pairs = 0  # what the fill's last layer leaves out
     again = 0 if policy == "keep" else sizes.linear - sizes.down
-    for start in range(0, tokens, chunk):
+    starts = range(0, tokens, chunk)
+    for index, start in enumerate(starts):
         queries = min(chunk, tokens - start)
-        filled = start + queries < tokens
+        filled = index < len(starts) - live_chunks
         linear += queries * ((filled + 3) * sizes.linear + again)
         forwards = 1 if filled and keep_fill_outputs else filled + 1 + (policy == "layer")
         attention += forwards * pairs(queries, start)

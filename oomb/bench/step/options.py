@@ -41,6 +41,7 @@ class StepOptions:
     policy: str = "selective"
     grad_dtype: str = "fp32"
     page_grad_dtype: str = "fp32"
+    live_chunks: int = 1
     keep_fill_outputs: bool = False
     backend: str = "auto"
     accumulate: str = "owner"
@@ -65,7 +66,7 @@ class StepSettings:
         policy: activation policy of the engine.
         dtype: of the model.
         grad_dtype, page_grad_dtype: of the engine.
-        keep_fill_outputs: of the engine.
+        live_chunks, keep_fill_outputs: of the engine.
         backend: attention backend of the engine.
         accumulate: how the backend `triton` adds to page gradients.
         liger: whether both sides use Liger's kernels.
@@ -85,6 +86,7 @@ class StepSettings:
     dtype: str
     grad_dtype: str
     page_grad_dtype: str
+    live_chunks: int
     keep_fill_outputs: bool
     backend: str
     accumulate: str
@@ -103,6 +105,7 @@ class StepSettings:
             activation_policy=self.policy,
             grad_dtype=DTYPES[self.grad_dtype],
             page_grad_dtype=DTYPES[self.page_grad_dtype],
+            live_chunks=self.live_chunks,
             keep_fill_outputs=self.keep_fill_outputs,
             attention_backend=self.backend,
             accumulate=self.accumulate,
@@ -163,6 +166,7 @@ def check(options: StepOptions) -> StepSettings:
         dtype=defaults["dtype"],
         grad_dtype=choose("--grad-dtype", options.grad_dtype, GRAD_DTYPES),
         page_grad_dtype=choose("--page-grad-dtype", options.page_grad_dtype, GRAD_DTYPES),
+        live_chunks=options.live_chunks,
         keep_fill_outputs=options.keep_fill_outputs,
         backend=options.backend,
         accumulate=options.accumulate,
@@ -177,6 +181,11 @@ def check(options: StepOptions) -> StepSettings:
         settings.engine_config()
     except ValueError as error:
         raise InputError(f"These settings make no engine: {error}.") from error
+    if settings.sample and settings.live_chunks > 1:
+        raise InputError(
+            f"--sample runs chunks by themselves, but --live-chunks {settings.live_chunks} keeps "
+            "several alive: use --live-chunks 1, or leave --sample out."
+        )
     if settings.sample:
         for tokens in lengths:
             check_multiple("--lengths", tokens, "--chunk", settings.chunk)

@@ -64,6 +64,7 @@ class OurSide:
             tokens,
             chunk=self._settings.chunk,
             policy=self._settings.policy,
+            live_chunks=self._settings.live_chunks,
             keep_fill_outputs=self._settings.keep_fill_outputs,
         )
 
