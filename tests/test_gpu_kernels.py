@@ -47,6 +47,22 @@ def test_odd_lengths_and_pages(tokens, page):
         assert relative_error(ours, truth) <= 2 * relative_error(theirs, truth), name
 
 
+@pytest.mark.parametrize("documents", [[0], [0, 300, 700]], ids=["one", "documents"])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_without_a_copy_engine(dim, documents, monkeypatch):
+    """As on Ampere and Ada: every tile is loaded row by row."""
+    monkeypatch.setattr("oomb.attention.impl.triton.backend.has_copy_engine", lambda _: False)
+    monkeypatch.setattr("oomb.attention.impl.triton.backend._capability", lambda _: (8, 0))
+    monkeypatch.setattr("oomb.attention.impl.triton.configs._remembered", {})
+    inputs = layer_tensors(2, 1000, torch.bfloat16, (14, 2), dim, "cuda")
+    row = ([1000, 900], [documents, [0]])
+    results = chunked_layer(backend(), *inputs, *row, (384, 64, 2), scatter=True)
+    exact = whole_layer(*(x.double() for x in inputs), *row)
+    independent = whole_layer(*inputs, *row)
+    for name, ours, theirs, truth in zip(NAMES, results, independent, exact, strict=True):
+        assert relative_error(ours, truth) <= 2 * relative_error(theirs, truth), name
+
+
 @pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16], ids=str)
 def test_atomic_additions_agree_and_owners_repeat_their_bits(grads):
     inputs = layer_tensors(1, 2000, torch.bfloat16, (14, 2), 128, "cuda")

@@ -6,13 +6,14 @@ import io
 import re
 from pathlib import Path
 
-import nbformat
 import numpy as np
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook, new_output
 from PIL import Image
 
-from oomb_widgets.execute_notebooks import execute, main, strip
+nbformat = pytest.importorskip("nbformat", reason="needs Jupyter, of the extra 'test'")
+from nbformat.v4 import new_code_cell, new_notebook, new_output  # noqa: E402
+
+from oomb_widgets.execute_notebooks import execute, main, strip  # noqa: E402
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = ["00_start_here", "02_chunk_recurrence", "04_kernels"]

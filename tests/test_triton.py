@@ -62,6 +62,15 @@ def test_pages_of_any_size_lie_anywhere(sizes, tokens):
     check(sizes, ([tokens], [[0]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(48, 24, 2), (64, 64, 1)], ids=str)
+@pytest.mark.parametrize("batch", [([100], [[0]]), *BATCHES.values()], ids=["one", *BATCHES])
+def test_gpus_without_a_copy_engine(batch, sizes, dtype, monkeypatch):
+    """Ampere and Ada load every tile row by row."""
+    monkeypatch.setattr("oomb.attention.impl.triton.backend.has_copy_engine", lambda _: False)
+    check(sizes, batch, dtype=dtype, window=None, dim=24)
+
+
 @pytest.mark.parametrize("window", [2, 5, 32, 50, 99, 100])
 @pytest.mark.parametrize("sizes", [(32, 16, 1), (64, 32, 2)], ids=str)
 def test_windows(window, sizes):
@@ -171,13 +180,13 @@ def test_atomic_belongs_to_triton():
 def test_every_device_has_tiles_down_to_the_smallest(kernel, capability, dtype, width):
     found = configs.tiles(kernel, capability, dtype, width, cut=True)
     assert found[-1] == Tile(16, 16, 4, 1)
-    if capability == (9, 0) and (kernel, 2, 128) == (kernel, dtype.itemsize, width):
+    if capability == (9, 0) and (dtype.itemsize, width) == (2, 128):
         assert found[0] != configs.tiles(kernel, (8, 0), dtype, width, cut=True)[0]
 
 
-def part(page):
+def part(page, *, copies=True):
     k = torch.empty(1, 2, 512, 128, dtype=torch.bfloat16, device=DEVICE)
-    return Part(k, k, 512, page=page)
+    return Part(k, k, 512, page=page, copies=copies)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +196,7 @@ def part(page):
 )  # fmt: skip
 def test_tiles_lie_inside_pages_or_are_gathered(page, expected):
     assert part(page).fit(Tile(64, 128, 8, 2)) == expected
+    assert part(page, copies=False).fit(Tile(64, 128, 8, 2)) == (128, True)
 
 
 def test_tiles_that_a_page_holds_whole_go_first(monkeypatch):

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from jupyter_client.manager import start_new_kernel
 from PIL import Image
 from torch.nn.functional import cross_entropy, pad
+
+pytest.importorskip("jupyter_client", reason="needs Jupyter, of the extra 'test'")
+from jupyter_client.manager import start_new_kernel
 
 import oomb_widgets as w
 from oomb_widgets.exercise_recurrence import _detached, _one_chunk_alive, _whole

@@ -31,8 +31,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGES = (16, 64, 128, 256)
 MASKS = ("dense", "window", "documents")
-CHECKED, TIMED, HEADLINE = (512, 3), (4096, 3), (4096, 8)
-"""Tokens of a chunk, and how many chunks of history it reads."""
+CHECKED, TIMED, HEADLINE = (512, 3), {2: (8192, 3), 4: (2048, 3)}, (4096, 8)
+"""Tokens of a chunk, and how many chunks of history it reads; timed by bytes of a number."""
 ENOUGH = 0.6
 """Share of the headline's speed that cells of 16 bits and pages of 64 and more should reach."""
 SLACK = 1e-6
@@ -182,9 +182,9 @@ def _errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, f
     }
 
 
-def speed(cell: Cell, size: tuple[int, int] = TIMED) -> dict[str, float]:
+def speed(cell: Cell, size: tuple[int, int] | None = None) -> dict[str, float]:
     """TFLOP/s forward and backward."""
-    problem = Problem(cell, size)
+    problem = Problem(cell, size or TIMED[DTYPES[cell.dtype].itemsize])
     flops = 4 * cell.heads[0] * cell.head_dim * problem.pairs()
     state = problem.forward()
     forward = _seconds(problem.forward)

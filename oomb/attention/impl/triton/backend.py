@@ -15,7 +15,12 @@ from oomb.attention.impl.triton.backward import (
     key_grads_kernel,
     query_grads_kernel,
 )
-from oomb.attention.impl.triton.configs import Tile, launch_first_that_fits, tiles
+from oomb.attention.impl.triton.configs import (
+    Tile,
+    has_copy_engine,
+    launch_first_that_fits,
+    tiles,
+)
 from oomb.attention.impl.triton.forward import attend_kernel
 from oomb.chunking import Chunk
 
@@ -40,6 +45,7 @@ class Part:
         window: a query sees only keys less than this many positions back; None sees all.
         lowest: int32 [B, N], the first key that each query may see; None where it is 0.
         beyond: int32 [B, keys], the first query that each key's document does not hold.
+        copies: whether the GPU has a copy engine that fetches a tile of a page by its descriptor.
     """
 
     k: torch.Tensor
@@ -54,6 +60,7 @@ class Part:
     window: int | None = None
     lowest: torch.Tensor | None = None
     beyond: torch.Tensor | None = None
+    copies: bool = True
 
     @property
     def width(self) -> int:
@@ -61,7 +68,9 @@ class Part:
         return max(16, triton.next_power_of_2(self.k.shape[3]))
 
     def fit(self, tile: Tile) -> tuple[int, bool]:
-        """Keys per tile, and whether its rows must be gathered from several pages."""
+        """Keys per tile, and whether it is loaded row by row."""
+        if not self.copies:  # a descriptor would become an address per number
+            return tile.keys, True
         if not self.page:
             return tile.keys, False
         inside = self.page & -self.page  # the largest power of two that divides a page
@@ -177,6 +186,7 @@ class TritonBackend:
         return Part(
             _aligned(k), _aligned(v), k.shape[2], grad_k, grad_v,
             causal=True, window=call.window, lowest=lowest, beyond=beyond,
+            copies=has_copy_engine(_capability(k.device)),
         )  # fmt: skip
 
     @staticmethod
@@ -195,6 +205,7 @@ class TritonBackend:
             part = Part(
                 pages.k, pages.v, keys, pages.grad_k, pages.grad_v, pages.rows, pages.page_size,
                 offset=keys, window=call.window,
+                copies=has_copy_engine(_capability(pages.k.device)),
             )  # fmt: skip
             found.append((read, part))
         return found
@@ -224,9 +235,9 @@ def forward(
         keys, gather = part.fit(tile)
         grid = (triton.cdiv(tokens, tile.queries), heads, rows)
         attend_kernel[grid](
-            q, *_sources(part, keys, gather), part.page_rows, part.lowest,
-            state, lse, out, lse,
-            *q.stride()[:3], part.k.stride(1), part.k.stride(2),
+            q, *_sources(part.k, part.v, keys, part.width, described=not gather),
+            part.page_rows, part.lowest, state, lse, out, lse,
+            *q.stride()[:3], *part.k.stride()[:3],
             *(state.stride()[:2] if state is not None else (0, 0)), *out.stride()[:2],
             *lse.stride()[:2],
             tokens, part.keys, scale, part.offset, part.window or 0,
@@ -267,23 +278,23 @@ def backward(
 
     def key_grads(tile: Tile) -> None:
         keys, gather = part.fit(tile)
-        block = [1, 1, tile.queries, part.width]
         key_grads_kernel[(triton.cdiv(part.keys, keys), part.k.shape[1], rows)](
-            _descriptor(q, block), _descriptor(grad_out, block),
-            *_sources(part, keys, gather), part.page_rows, part.lowest, part.beyond,
-            lse, delta, part.grad_k, part.grad_v,
-            part.k.stride(1), part.k.stride(2), *part.grad_k.stride()[:3], *lse.stride()[:2],
+            *_sources(q, grad_out, tile.queries, part.width, described=part.copies),
+            *_sources(part.k, part.v, keys, part.width, described=not gather),
+            part.page_rows, part.lowest, part.beyond, lse, delta, part.grad_k, part.grad_v,
+            *q.stride()[:3], *grad_out.stride()[:3], *part.k.stride()[:3],
+            *part.grad_k.stride()[:3], *lse.stride()[:2],
             tokens, part.keys, scale, part.offset, part.window or 0,
-            GROUP=group, BM=tile.queries, num_warps=tile.warps, num_stages=tile.stages,
-            **part.flags(keys, gather),
+            GROUP=group, BM=tile.queries, COPIES=part.copies,
+            num_warps=tile.warps, num_stages=tile.stages, **part.flags(keys, gather),
         )  # fmt: skip
 
     def query_grads(tile: Tile) -> None:
         keys, gather = part.fit(tile)
         query_grads_kernel[(triton.cdiv(tokens, tile.queries), heads, rows)](
-            q, grad_out, *_sources(part, keys, gather), part.page_rows, part.lowest,
-            lse, delta, state, grad_q, part.grad_k, part.grad_v,
-            *q.stride()[:3], *grad_out.stride()[:3], part.k.stride(1), part.k.stride(2),
+            q, grad_out, *_sources(part.k, part.v, keys, part.width, described=not gather),
+            part.page_rows, part.lowest, lse, delta, state, grad_q, part.grad_k, part.grad_v,
+            *q.stride()[:3], *grad_out.stride()[:3], *part.k.stride()[:3],
             *part.grad_k.stride()[1:3],
             *_bhn(state), *_bhn(grad_q), *lse.stride()[:2],
             tokens, part.keys, scale, part.offset, part.window or 0,
@@ -309,12 +320,12 @@ def row_dots(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
     return delta
 
 
-def _sources(part: Part, keys: int, gather: bool) -> tuple:
-    """K and V as a kernel takes them: two descriptors, or two pointers."""
-    if gather:
-        return None, None, part.k, part.v
-    block = [1, 1, keys, part.width]
-    return _descriptor(part.k, block), _descriptor(part.v, block), None, None
+def _sources(x: torch.Tensor, y: torch.Tensor, rows: int, width: int, *, described: bool) -> tuple:
+    """Two tensors as a kernel takes them: two descriptors of tiles [rows, width], or pointers."""
+    if not described:
+        return None, None, x, y
+    block = [1, 1, rows, width]
+    return _descriptor(x, block), _descriptor(y, block), None, None
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

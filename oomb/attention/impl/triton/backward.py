@@ -48,22 +48,31 @@ def delta_kernel(
 
 @triton.jit
 def key_grads_kernel(
-    q_desc, grad_desc, k_desc, v_desc, k_ptr, v_ptr, page_rows, lowest_ptr, beyond_ptr,
-    lse_ptr, delta_ptr, grad_k_ptr, grad_v_ptr,
-    stride_head, stride_row, stride_gb, stride_ghead, stride_grow, stride_lb, stride_lh,
+    q_desc, grad_desc, q_ptr, grad_ptr, k_desc, v_desc, k_ptr, v_ptr,
+    page_rows, lowest_ptr, beyond_ptr, lse_ptr, delta_ptr, grad_k_ptr, grad_v_ptr,
+    stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
+    stride_kb, stride_head, stride_row, stride_gb, stride_ghead, stride_grow, stride_lb, stride_lh,
     N, S, scale, offset, window,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, GATHER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    DOCUMENTS: tl.constexpr, COPIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to the gradients of a tile of keys, in their own dtype.
 
     q and grad_out [B, H, N, DIM]; lse and delta [B, H, N] fp32; gradients laid out as K and V are.
     """
     start = tl.program_id(0) * BN
+    if WINDOW and not CAUSAL:  # later keys are seen by more queries: the longest go first
+        start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BN
     head = tl.program_id(1)
     b = tl.program_id(2)
     page_b = b if PAGE == 0 else 0
+    if GATHER:
+        k_ptr += b.to(tl.int64) * stride_kb
+        v_ptr += b.to(tl.int64) * stride_kb
+    if not COPIES:
+        q_ptr += b.to(tl.int64) * stride_qb
+        grad_ptr += b.to(tl.int64) * stride_ob
     rows = tile_rows(page_rows, start, S, PAGE, BN, GATHER)
     k = load_tile(k_desc, k_ptr, stride_head, stride_row, page_b, head, rows, BN, D, DIM, GATHER)
     v = load_tile(v_desc, v_ptr, stride_head, stride_row, page_b, head, rows, BN, D, DIM, GATHER)
@@ -90,9 +99,15 @@ def key_grads_kernel(
     i = first + tl.arange(0, BM)
     lse = tl.load(lse_ptr + in_row + h * stride_lh + i, mask=i < N, other=float("inf"))
     delta = tl.load(delta_ptr + in_row + h * stride_lh + i, mask=i < N, other=0.0)
+    starts = 0
+    if DOCUMENTS:
+        starts = tl.load(lowest_ptr + b * N + tl.minimum(first + BM, N) - 1)
     for _ in range(GROUP * blocks):  # one loop, so that loads run ahead across heads too
-        q = q_desc.load([b, h, first, 0]).reshape(BM, D)
-        grad = grad_desc.load([b, h, first, 0]).reshape(BM, D)
+        q_rows = tile_rows(page_rows, first, N, 0, BM, not COPIES)
+        q = load_tile(q_desc, q_ptr, stride_qh, stride_qn, b, h, q_rows, BM, D, DIM, not COPIES)
+        grad = load_tile(
+            grad_desc, grad_ptr, stride_oh, stride_on, b, h, q_rows, BM, D, DIM, not COPIES
+        )
         # Small loads are not run ahead by the compiler: fetch the next step's now.
         wraps = first + BM >= to_query
         next_h = tl.minimum(tl.where(wraps, h + 1, h), head * GROUP + GROUP - 1)
@@ -101,6 +116,9 @@ def key_grads_kernel(
         at = in_row + next_h * stride_lh + next_i
         next_lse = tl.load(lse_ptr + at, mask=next_i < N, other=float("inf"))
         next_delta = tl.load(delta_ptr + at, mask=next_i < N, other=0.0)
+        next_starts = 0
+        if DOCUMENTS:
+            next_starts = tl.load(lowest_ptr + b * N + tl.minimum(next_first + BM, N) - 1)
         scores = tl.dot(k, q.T, input_precision=PRECISION)
         weights = tl.exp2(scores * scale2 - (lse * LOG2E)[None, :])
         edge = False
@@ -108,8 +126,8 @@ def key_grads_kernel(
             edge = first + offset < start + BN - 1
         if WINDOW:
             edge = edge | (first + BM - 1 + offset - window >= start)
-        if DOCUMENTS:
-            edge = True
+        if DOCUMENTS:  # the last query's document is the block's last
+            edge = edge | (starts > start)
         if edge:  # most tiles are seen whole, and comparing costs a tenth of a tile's time
             lowest = i
             if DOCUMENTS:
@@ -128,6 +146,7 @@ def key_grads_kernel(
         i = next_i
         lse = next_lse
         delta = next_delta
+        starts = next_starts
 
     dims = tl.arange(0, D)
     at = page_b * stride_gb.to(tl.int64) + head * stride_ghead + dims[None, :]
@@ -187,9 +206,9 @@ def _walk_keys(
 def query_grads_kernel(
     q_ptr, grad_ptr, k_desc, v_desc, k_ptr, v_ptr, page_rows, lowest_ptr,
     lse_ptr, delta_ptr, state_ptr, grad_q_ptr, grad_k_ptr, grad_v_ptr,
-    stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on, stride_head, stride_row,
-    stride_ghead, stride_grow, stride_sb, stride_sn, stride_sh, stride_gb, stride_gn, stride_gh,
-    stride_lb, stride_lh,
+    stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
+    stride_kb, stride_head, stride_row, stride_ghead, stride_grow,
+    stride_sb, stride_sn, stride_sh, stride_gb, stride_gn, stride_gh, stride_lb, stride_lh,
     N, S, scale, offset, window,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, GATHER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -200,7 +219,9 @@ def query_grads_kernel(
 
     q and grad_out [B, H, N, DIM]; state and grad_q any strides; lse and delta [B, H, N] fp32.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = tl.program_id(0)
+    if CAUSAL:  # later blocks see more keys: the longest go first
+        block = tl.num_programs(0) - 1 - block
     h = tl.program_id(1)
     b = tl.program_id(2)
     first = block * BM
@@ -225,6 +246,9 @@ def query_grads_kernel(
     acc = tl.zeros([BM, D], tl.float32)
     head = h // GROUP
     page_b = b if PAGE == 0 else 0
+    if GATHER:
+        k_ptr += b.to(tl.int64) * stride_kb
+        v_ptr += b.to(tl.int64) * stride_kb
     if WINDOW or DOCUMENTS:
         acc = _walk_keys(
             acc, q, grad, lse2, delta, begin, inner, i, lowest,

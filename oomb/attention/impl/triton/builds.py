@@ -74,14 +74,15 @@ def sample(seed: int) -> list[Build]:
 def compile_build(build: Build) -> dict[str, Any]:
     """Compile until a tile fits; returns tile, shared memory, registers and spilled bytes."""
     from oomb.attention.impl.triton.backend import Part
-    from oomb.attention.impl.triton.configs import tiles
+    from oomb.attention.impl.triton.configs import has_copy_engine, tiles
 
     k = torch.empty(1, 4, 4096, build.head_dim, dtype=DTYPES[build.dtype], device="meta")
     marks = {"window": 4096} if "window" in build.mask else {}
     marks |= {"lowest": k, "beyond": k} if "documents" in build.mask else {}
+    capability = (build.chip // 10, build.chip % 10)
+    marks["copies"] = has_copy_engine(capability)
     part = Part(k, k, 4096, page=build.page, causal="causal" in build.mask, **marks)
     cut = part.cut(build.kernel)
-    capability = (build.chip // 10, build.chip % 10)
     found = tiles(build.kernel, capability, k.dtype, part.width, cut=cut)
     row: dict[str, Any] = {**asdict(build), "fits": False}
     for tried, tile in enumerate(part.by_fit(found)):
@@ -107,7 +108,10 @@ def _compile(build: Build, part: Any, tile: Any) -> dict[str, int]:
     keys, gather = part.fit(tile)
     constants = part.flags(keys, gather)
     constants |= {"GROUP": GROUP, "BM": tile.queries, "HAS_STATE": build.page == 0, "ATOMIC": False}
+    constants["COPIES"] = part.copies
     absent = ("k_desc", "v_desc") if gather else ("k_ptr", "v_ptr")
+    if build.kernel == "key_grads":
+        absent += ("q_ptr", "grad_ptr") if part.copies else ("q_desc", "grad_desc")
     absent += () if part.lowest is not None else ("lowest_ptr", "beyond_ptr")
     absent += () if build.page == 0 else ("state_ptr", "state_lse_ptr")
     absent += () if build.page else ("page_rows",)
@@ -118,7 +122,7 @@ def _compile(build: Build, part: Any, tile: Any) -> dict[str, int]:
         if name in constants:
             signature[name], values[(number,)] = "constexpr", constants[name]
             continue
-        signature[name] = _type(name, build.dtype, blocks, part.width)
+        signature[name] = _type(name, build, blocks, part.width)
         is_address = signature[name].startswith("*")
         is_size = signature[name] == "i32" and name not in INTEGERS_OF_ANY_SIZE
         if is_address or is_size:
@@ -130,11 +134,13 @@ def _compile(build: Build, part: Any, tile: Any) -> dict[str, int]:
     return {"shared": built.metadata.shared, "registers": registers, "spilled": spilled}
 
 
-def _type(name: str, dtype: str, blocks: dict[str, int], width: int) -> str:
+def _type(name: str, build: Build, blocks: dict[str, int], width: int) -> str:
     if name in blocks:
-        return f"tensordesc<{dtype}[1,1,{blocks[name]},{width}]>"
-    if name in ("q_ptr", "k_ptr", "v_ptr", "grad_ptr"):
-        return "*" + dtype
+        return f"tensordesc<{build.dtype}[1,1,{blocks[name]},{width}]>"
+    # The own chunk comes last and writes the result; parts before it write the state, in fp32.
+    results = ("out_ptr", "grad_q_ptr") if build.page == 0 else ()
+    if name in ("q_ptr", "k_ptr", "v_ptr", "grad_ptr", *results):
+        return "*" + build.dtype
     if name.endswith("_ptr") or name == "page_rows":
         return POINTERS.get(name, "*fp32")
     return "fp32" if name == "scale" else "i32"

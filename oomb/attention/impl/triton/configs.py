@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
+HOPPER, INTERPRETER = (9, 0), (0, 0)
+"""Compute capabilities; the interpreter has none."""
 KERNELS = ("attend", "key_grads", "query_grads")
 
 
@@ -41,19 +43,24 @@ _HOPPER = {
     ("key_grads", 2, 256): [Tile(64, 64, 8, 2)],
     ("query_grads", 2, 64): [Tile(64, 64, 4, 2)],
     ("query_grads", 2, 128): [Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)],
-    ("query_grads", 2, 256): [Tile(128, 32, 8, 2)],
+    ("query_grads", 2, 256): [Tile(64, 32, 4, 3)],
+    ("attend", 4, 128): [Tile(32, 32, 4, 1)],
 }
 # The same for parts that a mask cuts: small tiles waste less along its edges.
 _HOPPER_CUT = {
+    ("attend", 2, 64): [Tile(64, 64, 4, 3)],
+    ("key_grads", 2, 64): [Tile(64, 64, 4, 3)],
     ("attend", 2, 128): [Tile(64, 64, 4, 3)],
     ("key_grads", 2, 128): [Tile(64, 64, 4, 2)],
-    ("query_grads", 2, 128): [Tile(64, 64, 4, 2)],
+    ("query_grads", 2, 128): [Tile(128, 64, 8, 3)],
 }
+# Before Hopper nothing was measured: the largest tiles whose registers do not spill when compiled.
+_BEFORE_HOPPER = {("key_grads", 2, 64): [Tile(64, 64, 8, 2)]}
 # Everything else, and what follows where those do not fit: from large to one that always fits.
 _ANYWHERE = [
     Tile(128, 64, 8, 2),
-    Tile(64, 64, 4, 2),
-    Tile(64, 32, 4, 2),
+    Tile(64, 64, 8, 2),
+    Tile(64, 32, 8, 2),
     Tile(32, 32, 4, 1),
     Tile(16, 16, 4, 1),
 ]
@@ -81,12 +88,19 @@ def tiles(
         Tiles; the last fits every device.
     """
     key = (kernel, dtype.itemsize, width)
-    measured = []
+    first = []
     if capability[0] == 9:
-        measured = (_HOPPER_CUT.get(key, []) if cut else []) + _HOPPER.get(key, [])
+        first = (_HOPPER_CUT.get(key, []) if cut else []) + _HOPPER.get(key, [])
+    elif capability < HOPPER:
+        first = _BEFORE_HOPPER.get(key, [])
     widest = max(16, 64 * 2 * 128 // (dtype.itemsize * width))  # as many bytes as 64 x 128 halves
     general = [tile for tile in _ANYWHERE if tile.keys <= widest]
-    return measured + general
+    return first + general
+
+
+def has_copy_engine(capability: tuple[int, int]) -> bool:
+    """Whether a GPU fetches tiles by their descriptors: Hopper and later (or the interpreter)."""
+    return capability >= HOPPER or capability == INTERPRETER
 
 
 def launch_first_that_fits(

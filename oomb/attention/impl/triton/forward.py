@@ -51,7 +51,7 @@ def _softmax_over(
 def attend_kernel(
     q_ptr, k_desc, v_desc, k_ptr, v_ptr, page_rows, lowest_ptr,
     state_ptr, state_lse_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qh, stride_qn, stride_head, stride_row,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_head, stride_row,
     stride_sb, stride_sn, stride_ob, stride_on, stride_lb, stride_lh,
     N, S, scale, offset, window,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
@@ -63,7 +63,9 @@ def attend_kernel(
     q [B, H, N, DIM]; K and V [B or 1, G, rows, DIM]; state (fp32) and out [B, N, H, DIM];
     lse [B, H, N] fp32, natural log.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the longest go first
+    block = tl.program_id(0)
+    if CAUSAL:  # later blocks see more keys: the longest go first
+        block = tl.num_programs(0) - 1 - block
     h = tl.program_id(1)
     b = tl.program_id(2)
     first = block * BM
@@ -87,6 +89,9 @@ def attend_kernel(
     scale2 = scale * LOG2E
     head = h // GROUP
     page_b = b if PAGE == 0 else 0
+    if GATHER:
+        k_ptr += b.to(tl.int64) * stride_kb
+        v_ptr += b.to(tl.int64) * stride_kb
     if WINDOW or DOCUMENTS:
         acc, top, total = _softmax_over(
             acc, top, total, q, begin, inner, i, lowest,

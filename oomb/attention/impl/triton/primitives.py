@@ -4,8 +4,9 @@ A part's keys are numbered 0 to S - 1. They lie in `rows` of a buffer: key j of 
 j, key j of pages in row `page_rows[j // PAGE] + j % PAGE`. K, V and their gradients share row
 numbers, so one lookup serves all four.
 
-Two ways to load a tile: by a descriptor (the copy engine on Hopper and later, ordinary loads
-before) where it lies inside one page, and row by row (GATHER) where pages are smaller than tiles.
+Two ways to load a tile: by a descriptor, which the copy engine of Hopper and later GPUs takes,
+where it lies inside one page; and row by row (GATHER) where pages are smaller than tiles, or where
+there is no such engine.
 
 Query i sees key j if LOWEST[i] <= j (DOCUMENTS), j <= i + offset (CAUSAL) and
 j > i + offset - window (WINDOW).
@@ -22,7 +23,9 @@ def tile_rows(page_rows, start, S, PAGE: tl.constexpr, BN: tl.constexpr, GATHER:
     Look a tile up one step before it is loaded: the lookup then waits for nobody. Behind the last
     key it returns some row that exists.
     """
-    if PAGE == 0:
+    if PAGE == 0 and GATHER:
+        return tl.minimum(start + tl.arange(0, BN), S - 1).to(tl.int64)
+    elif PAGE == 0:
         return start
     elif GATHER:
         keys = tl.minimum(start + tl.arange(0, BN), S - 1)
