@@ -10,18 +10,29 @@ from typing import Any
 def step_table(reports: list[Path]) -> str:
     """Markdown of files that `oomb bench step` wrote, both sides measured: a row per length."""
     lines = [
-        "| tokens | transformers: tokens/s, GiB | OOMB: tokens/s, GiB |",
-        "| ---: | ---: | ---: |",
+        "| tokens | transformers: tokens/s, GiB | OOMB: tokens/s, GiB | chunks, gradients |",
+        "| ---: | ---: | ---: | --- |",
     ]
-    for row in (row for report in reports for row in _rows(report)):
-        theirs = row["transformers"]
-        left = theirs.get("failed") or _speed_and_memory(theirs)
-        lines.append(f"| {row['tokens']:,} | {left} | {_beside(row['oomb'], theirs)} |")
+    for report in map(json.loads, map(Path.read_text, reports)):
+        settings = _settings(report["settings"])
+        for row in report["rows"]:
+            theirs = row["transformers"]
+            left = theirs.get("failed") or _speed_and_memory(theirs)
+            ours = _beside(row["oomb"], theirs)
+            lines.append(f"| {row['tokens']:,} | {left} | {ours} | {settings} |")
     return "\n".join(lines)
 
 
-def _rows(report: Path) -> list[dict[str, Any]]:
-    return json.loads(report.read_text())["rows"]
+def _settings(settings: dict[str, Any]) -> str:
+    found = [f"{settings['chunk']:,}, {settings['grad_dtype']}"]
+    live = settings.get("live_chunks", 1)
+    if live > 1:
+        found.append(f"`live_chunks={live}`")
+    if settings["keep_fill_outputs"]:
+        found.append("`keep_fill_outputs`")
+    if settings["page_grad_dtype"] != "fp32":
+        found.append(f"{settings['page_grad_dtype']} page gradients")
+    return ", ".join(found)
 
 
 def _beside(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
