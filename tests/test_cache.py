@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oomb.cache import History, PagePool, PageTable
 from oomb.cache.pool import LayerShape
 from oomb.cache.table import NO_SLOT
-from oomb.chunking import plan_chunks
+from oomb.chunking import Read, plan_chunks
 from oomb.profiling import LiveBytes
 
 CPU = torch.device("cpu")
@@ -221,6 +221,19 @@ def test_pages_are_at_least_as_wide_as_the_model(model, asked, stored):
     pool = PagePool([LayerShape(1, 4, model)], slots=1, tokens_per_slot=2, device=CPU, dtype=asked)
     assert pool.tokens(0, 0, 0, 2)[0].dtype == stored
     assert pool.bytes_per_token == 2 * 4 * stored.itemsize
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 9, 30])
+@pytest.mark.parametrize(("first", "last"), [(0, 22), (4, 21), (8, 9), (0, 16)])
+def test_segments_that_no_query_sees_are_left_out(first, last, window):
+    table = PageTable(pages_per_row=[8], page_size=4, segment_pages=2)
+    found = table.seen(Read(0, 0, 5, first, last), window)
+    expected = []
+    for index, start, stop in table.segments(first, last):
+        back = [last + query - 8 * index - key for query in range(5) for key in range(start, stop)]
+        if window is None or min(back) < window:
+            expected.append((index, start, stop))
+    assert found == expected
 
 
 # -- history --------------------------------------------------------------------------------------

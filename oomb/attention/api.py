@@ -45,10 +45,6 @@ class Mask:
         """Whether the last query misses the first key."""
         return self.window is not None and self.offset + queries - 1 >= self.window
 
-    def hides_all(self, keys: int) -> bool:
-        """Whether even the first query has left the last key behind."""
-        return self.window is not None and self.offset - (keys - 1) >= self.window
-
 
 @dataclass
 class LayerCall:
@@ -92,9 +88,10 @@ class LayerCall:
             grads.append(x.new_zeros(rows, tokens, heads, dim, dtype=wide).transpose(1, 2))
         for write in self.chunk.writes:
             own_k, own_v = (g[write.row, :, write.start : write.stop] for g in grads)
-            for at, page in self.history.pieces(self.layer, write.row, write.first, write.last):
-                own_k[:, at].copy_(page.grad_k[0])
-                own_v[:, at].copy_(page.grad_v[0])
+            left = self.history.own_gradients(self.layer, write.row, write.first, write.last)
+            for at, grad_k, grad_v in left:
+                own_k[:, at].copy_(grad_k[0])
+                own_v[:, at].copy_(grad_v[0])
         return grads[0], grads[1]
 
 

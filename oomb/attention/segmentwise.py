@@ -47,12 +47,11 @@ class Segmentwise:
         wide = torch.promote_types(q.dtype, torch.float32)
         parts = []
         for span in _spans(call.chunk):
-            sources = _sources(call, span, k, v)
-            part = None
-            for number, (mask, source) in enumerate(sources, 1):
+            count, part = _count(call, span), None
+            for number, (mask, source) in enumerate(_sources(call, span, k, v), 1):
                 here = (q[span.rows, :, span.at], source.k, source.v, call.scale, mask)
                 new = self.forward(*here)
-                dtype = q.dtype if number == len(sources) else wide
+                dtype = q.dtype if number == count else wide
                 part = new if part is None else merge(part, new, dtype)
             if part is not None:
                 parts.append((span, *part))
@@ -76,9 +75,8 @@ class Segmentwise:
             grad_here, q_here, out_here, lse_here = (
                 x[span.rows, :, span.at] for x in (grad_out, q, out, lse)
             )
-            sources = _sources(call, span, k, v, grad_k, grad_v)
-            grad_q = None
-            for mask, source in sources:
+            count, grad_q = _count(call, span), None
+            for mask, source in _sources(call, span, k, v, grad_k, grad_v):
                 new, *terms = self.backward(
                     grad_here, q_here, source.k, source.v, out_here, lse_here, call.scale, mask
                 )
@@ -87,7 +85,7 @@ class Segmentwise:
                 if grad_q is not None:
                     grad_q.add_(new)
                 else:  # two terms lose nothing when their sum is rounded at once
-                    grad_q = new if len(sources) <= 2 else new.to(grad_k.dtype)
+                    grad_q = new if count <= 2 else new.to(grad_k.dtype)
             if grad_q is not None:
                 parts.append((span, grad_q))
         return _assemble_gradient(parts, q), grad_k.to(k.dtype), grad_v.to(v.dtype)
@@ -123,6 +121,13 @@ def _spans(chunk: Chunk) -> Iterator[_Span]:
         yield _Span(slice(row, row + 1), slice(read.start, read.stop), False, read)
 
 
+def _count(call: LayerCall, span: _Span) -> int:
+    """How many sources a span has."""
+    if span.read is None:
+        return int(span.causal)
+    return span.causal + len(call.history.table.seen(span.read, call.window))
+
+
 def _sources(
     call: LayerCall,
     span: _Span,
@@ -130,19 +135,17 @@ def _sources(
     v: torch.Tensor,
     grad_k: torch.Tensor | None = None,
     grad_v: torch.Tensor | None = None,
-) -> list[tuple[Mask, Segment]]:
-    """Keys that some query of a span sees, and the mask over each: its own, then its history."""
-    sources = []
+) -> Iterator[tuple[Mask, Segment]]:
+    """Keys that some query of a span sees, and the mask over each: its own, then its history.
+
+    A source is there until the next one is asked for.
+    """
     if span.causal:
         here = (x if x is None else x[span.rows, :, span.at] for x in (k, v, grad_k, grad_v))
-        sources.append((Mask(causal=True, window=call.window), Segment(0, *here)))
+        yield Mask(causal=True, window=call.window), Segment(0, *here)
     if span.read is not None:
-        first, last = span.read.first, span.read.last
-        for segment in call.history.segments(call.layer, span.read.row, first, last):
-            mask = Mask(offset=last - segment.first, window=call.window)
-            if not mask.hides_all(segment.k.shape[2]):
-                sources.append((mask, segment))
-    return sources
+        for segment in call.history.seen(call.layer, span.read, call.window):
+            yield Mask(offset=span.read.last - segment.first, window=call.window), segment
 
 
 def _assemble(

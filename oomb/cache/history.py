@@ -9,6 +9,7 @@ import torch
 
 from oomb.cache.pool import LayerShape, PagePool
 from oomb.cache.table import PageTable
+from oomb.chunking import Read
 from oomb.profiling.live_bytes import category
 
 
@@ -52,6 +53,8 @@ class Pages:
 
 class History:
     """K/V pages and their gradients for one step, all resident on one device."""
+
+    resident = True
 
     def __init__(
         self,
@@ -104,8 +107,28 @@ class History:
 
     def segments(self, layer: int, row: int, first: int, last: int) -> Iterator[Segment]:
         """Tokens [first, last) of a row, a segment at a time, in order."""
+        return self._cut(layer, row, self.table.segments(first, last))
+
+    def seen(self, layer: int, read: Read, window: int | None) -> Iterator[Segment]:
+        """Segments of which some query of a read sees a key, in order.
+
+        A segment is there until the next one is asked for.
+        """
+        return self._cut(layer, read.row, self.table.seen(read, window))
+
+    def own_gradients(
+        self, layer: int, row: int, first: int, last: int
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """What later chunks left for tokens [first, last): ranges counted from `first`, views.
+
+        Ranges for which nobody left anything may be missing.
+        """
+        for at, page in self.pieces(layer, row, first, last):
+            yield at, page.grad_k, page.grad_v
+
+    def _cut(self, layer: int, row: int, pieces: list[tuple[int, int, int]]) -> Iterator[Segment]:
         size = self.table.segment_pages * self.table.page_size
-        for index, start, stop in self.table.segments(first, last):
+        for index, start, stop in pieces:
             slot = self.table.slot(row, index)
             k, v = self._kv.tokens(layer, slot, start, stop)
             grad_k = grad_v = None

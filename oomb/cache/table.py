@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from oomb.chunking import Read
+
 NO_SLOT = -1
 
 
@@ -62,6 +64,15 @@ class PageTable:
             (index, max(first - index * size, 0), min(last - index * size, size))
             for index in range(first // size, -(-last // size))
         ]
+
+    def seen(self, read: Read, window: int | None) -> list[tuple[int, int, int]]:
+        """`segments` of a read, less those that a sliding window hides from all its queries."""
+        pieces = self.segments(read.first, read.last)
+        if window is None:
+            return pieces
+        size = self.segment_pages * self.page_size
+        lowest = read.last - window + 1  # what the first query sees; the others see none before
+        return [piece for piece in pieces if piece[0] * size + piece[2] > lowest]
 
     def slot(self, row: int, segment: int) -> int:
         """Slot of a held segment."""

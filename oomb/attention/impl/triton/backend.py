@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +23,7 @@ from oomb.attention.impl.triton.configs import (
     tiles,
 )
 from oomb.attention.impl.triton.forward import attend_kernel
-from oomb.chunking import Chunk
+from oomb.chunking import Chunk, Read
 
 Accumulate = Literal["owner", "atomic"]
 DELTA_ROWS = 64
@@ -136,13 +137,15 @@ class TritonBackend:
         rows, heads, tokens, dim = q.shape
         out = q.new_empty(rows, tokens, heads, dim)
         lse = q.new_full((rows, heads, tokens), float("-inf"), dtype=torch.float32)
-        reads = self._reads(call)
-        state = torch.empty_like(out, dtype=torch.float32) if reads else None
-        q = _aligned(q)
-        for read, part in reads:
+        state = torch.empty_like(out, dtype=torch.float32) if call.chunk.reads else None
+        q, begun = _aligned(q), None
+        for read, part in self._parts(call):
             at = slice(read.start, read.stop)
             row = slice(read.row, read.row + 1)
-            forward(part, q[row, :, at], call.scale, state[row, at], lse[row, :, at])
+            here = state[row, at]
+            before = here if read is begun else None
+            forward(part, q[row, :, at], call.scale, here, lse[row, :, at], before)
+            begun = read
         forward(self._own(call, k, v), q, call.scale, out, lse, state)
         return out, lse
 
@@ -161,13 +164,15 @@ class TritonBackend:
         q, grad_out = _aligned(q), _aligned(grad_out.transpose(1, 2))
         grad_k, grad_v = call.own_page_gradients(k, v)
         own = self._own(call, k, v, grad_k, grad_v)
-        reads = self._reads(call)
         grad_q = torch.empty_like(q)
-        state = torch.zeros_like(q, dtype=torch.float32) if reads else None
-        for read, part in reads:
+        state = torch.zeros_like(q, dtype=torch.float32) if call.chunk.reads else None
+        begun = None
+        for read, part in self._parts(call):
             at, row = slice(read.start, read.stop), slice(read.row, read.row + 1)
-            here = [x[row, :, at] for x in (q, grad_out, lse, delta)]
-            backward(part, *here, call.scale, state[row, :, at], atomic=self._atomic)
+            *here, so_far = (x[row, :, at] for x in (q, grad_out, lse, delta, state))
+            before = so_far if read is begun else None
+            backward(part, *here, call.scale, so_far, before, atomic=self._atomic)
+            begun = read
         backward(own, q, grad_out, lse, delta, call.scale, grad_q, state)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
@@ -190,25 +195,41 @@ class TritonBackend:
         )  # fmt: skip
 
     @staticmethod
-    def _reads(call: LayerCall) -> list[tuple]:
+    def _parts(call: LayerCall) -> Iterator[tuple[Read, Part]]:
         """(read, part) for each row whose queries see any of its history."""
-        found = []
         for read in call.chunk.reads:
-            first = read.first
-            if call.window is not None:  # pages that the first query has left behind are not read
-                first = max(first, read.last - call.window + 1)
-                first -= (first - read.first) % call.history.table.page_size
-            if first >= read.last:
-                continue
-            pages = call.history.pages(call.layer, read.row, first, read.last)
-            keys = read.last - first
-            part = Part(
-                pages.k, pages.v, keys, pages.grad_k, pages.grad_v, pages.rows, pages.page_size,
-                offset=keys, window=call.window,
-                copies=has_copy_engine(_capability(pages.k.device)),
-            )  # fmt: skip
-            found.append((read, part))
-        return found
+            if call.history.resident:
+                yield from _in_pages(call, read)
+            else:
+                yield from _in_segments(call, read)
+
+
+def _in_pages(call: LayerCall, read: Read) -> Iterator[tuple[Read, Part]]:
+    """All that a read sees, in one part."""
+    first = read.first
+    if call.window is not None:  # pages that the first query has left behind are not read
+        first = max(first, read.last - call.window + 1)
+        first -= (first - read.first) % call.history.table.page_size
+    if first >= read.last:
+        return
+    pages = call.history.pages(call.layer, read.row, first, read.last)
+    keys = read.last - first
+    part = Part(
+        pages.k, pages.v, keys, pages.grad_k, pages.grad_v, pages.rows, pages.page_size,
+        offset=keys, window=call.window, copies=has_copy_engine(_capability(pages.k.device)),
+    )  # fmt: skip
+    yield read, part
+
+
+def _in_segments(call: LayerCall, read: Read) -> Iterator[tuple[Read, Part]]:
+    """The same where only one segment at a time is on the GPU."""
+    for segment in call.history.seen(call.layer, read, call.window):
+        part = Part(
+            segment.k, segment.v, segment.k.shape[2], segment.grad_k, segment.grad_v,
+            offset=read.last - segment.first, window=call.window,
+            copies=has_copy_engine(_capability(segment.k.device)),
+        )  # fmt: skip
+        yield read, part
 
 
 def forward(
