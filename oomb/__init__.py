@@ -7,19 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oomb import profiling
-    from oomb.config import EngineConfig
+    from oomb.config import EngineConfig, OffloadConfig
     from oomb.engine import Engine
     from oomb.profiling import load_recording
     from oomb.results import ChunkState, StepResult
 
 __version__ = "0.1.0"
 
-__all__ = ["ChunkState", "Engine", "EngineConfig", "StepResult", "load_recording", "profiling"]
+__all__ = [
+    "ChunkState",
+    "Engine",
+    "EngineConfig",
+    "OffloadConfig",
+    "StepResult",
+    "load_recording",
+    "profiling",
+]
 
 _HOMES = {
     "ChunkState": "oomb.results",
     "Engine": "oomb.engine",
     "EngineConfig": "oomb.config",
+    "OffloadConfig": "oomb.config",
     "StepResult": "oomb.results",
     "load_recording": "oomb.profiling",
 }

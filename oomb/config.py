@@ -21,6 +21,38 @@ GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where pages live that the GPU has no room for: in host memory, moved behind the computation.
+
+    Attributes:
+        gpu_budget: bytes of GPU memory for pages, their gradients and the ring; the earliest pages,
+            which are read most, stay there. 0 keeps none: the least memory.
+        host_budget: bytes of host memory at most; None takes up to what the system says is spare.
+        ring_depth: GPU buffers of one segment each; one is computed with while others are copied.
+        pinned: register host memory with CUDA, so that copies run beside the kernels. Takes about
+            half a second per GiB, once.
+        poison: fill every buffer that is let go with NaN, so that a use of it shows. For tests.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value that cannot work; the message says what would.
+    """
+
+    gpu_budget: int = 0
+    host_budget: int | None = None
+    ring_depth: int = 3
+    pinned: bool = True
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gpu_budget", _int("gpu_budget", self.gpu_budget, least=0))
+        object.__setattr__(self, "ring_depth", _int("ring_depth", self.ring_depth, least=2))
+        if self.host_budget is not None:
+            object.__setattr__(self, "host_budget", _int("host_budget", self.host_budget, least=1))
+        _booleans(self, "pinned", "poison")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How the engine cuts, stores and computes a sequence.
 
@@ -44,6 +76,8 @@ class EngineConfig:
         keep_fill_outputs: the fill keeps each layer's attention output and log-sum-exp, and the
             sweep takes them instead of running attention forward again. Costs as many bytes per
             token as a hidden state, for every layer, until the token's chunk is swept.
+        offload: where pages live that the GPU has no room for; None keeps all on the model's
+            device. On a CPU the second tier is simulated.
         fused_kernels: `auto` computes cross entropy, and where liger-kernel is installed RMSNorm,
             SwiGLU and RoPE, by fused kernels on CUDA; each only if it proved as exact as the
             model's own code when the engine was attached (`Engine.fused_kernels` tells). `off`
@@ -75,6 +109,7 @@ class EngineConfig:
     activation_policy: ActivationPolicy = "selective"
     live_chunks: int = 1
     keep_fill_outputs: bool = False
+    offload: OffloadConfig | None = None
     fused_kernels: FusedKernels = "auto"
     grad_dtype: torch.dtype = torch.float32
     page_grad_dtype: torch.dtype = torch.float32
@@ -85,11 +120,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("chunk_size", "page_size", "live_chunks"):
-            object.__setattr__(self, name, _positive_int(name, getattr(self, name)))
+            object.__setattr__(self, name, _int(name, getattr(self, name)))
         if self.segment_pages is not None:
-            object.__setattr__(
-                self, "segment_pages", _positive_int("segment_pages", self.segment_pages)
-            )
+            object.__setattr__(self, "segment_pages", _int("segment_pages", self.segment_pages))
         if self.chunk_size % self.page_size:
             raise ValueError(
                 f"chunk_size must be a multiple of page_size, got chunk_size={self.chunk_size} and "
@@ -107,27 +140,34 @@ class EngineConfig:
                 f"activation_policy={self.activation_policy!r} drops parts of them; use "
                 "activation_policy='keep' or live_chunks=1"
             )
-        for name in ("keep_fill_outputs", "deterministic", "check_replay", "restore_grads"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        _booleans(self, "keep_fill_outputs", "deterministic", "check_replay", "restore_grads")
+        if self.offload is not None and not isinstance(self.offload, OffloadConfig):
+            raise TypeError(
+                f"offload must be an oomb.OffloadConfig or None, got {type(self.offload).__name__}"
+            )
         if self.recorder is not None and not callable(getattr(self.recorder, "on_event", None)):
             raise TypeError(
                 f"recorder must have a method on_event(event), got {type(self.recorder).__name__}"
             )
 
 
-def _positive_int(name: str, value: Any) -> int:
+def _int(name: str, value: Any, least: int = 1) -> int:
+    kind = "a positive integer" if least == 1 else f"an integer of {least} or more"
     if isinstance(value, bool | torch.Tensor):
-        raise TypeError(f"{name} must be a positive integer, got {value!r}")
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"{name} must be a positive integer, got {value!r} ({type(value).__name__})"
-        ) from None
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
+        raise TypeError(f"{name} must be {kind}, got {value!r} ({type(value).__name__})") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
     return number
+
+
+def _booleans(config: Any, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(config, name), bool):
+            raise TypeError(f"{name} must be True or False, got {getattr(config, name)!r}")
 
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:

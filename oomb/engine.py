@@ -20,6 +20,7 @@ from oomb.gradients import GradientLedger, give_back_grad_dtype
 from oomb.hf import unwrap
 from oomb.installed import InstalledModel
 from oomb.loss import can_run
+from oomb.offload import OffloadStore
 from oomb.passes import LayerAttention, Passes
 from oomb.probes import (
     compare_with_whole_run,
@@ -72,6 +73,8 @@ class Engine:
         self._backend = self._choose_backend()
         self._closed = False
         self._steps = 0
+        offload = self.config.offload
+        self._store = OffloadStore(offload, self._model.device) if offload is not None else None
         self._generators: weakref.WeakSet[Generator] = weakref.WeakSet()
         refuse_other_channels(self._model, self._facts)
         compare_with_whole_run(self._model, self._facts, self._run_probe)
@@ -106,6 +109,8 @@ class Engine:
         if not self._closed:
             for parameter in self._trained.parameters():
                 give_back_grad_dtype(parameter)
+            if self._store is not None:
+                self._store.close()
             self._closed = True
 
     def __enter__(self) -> Engine:
@@ -206,8 +211,7 @@ class Engine:
         batch, plan, attention = self._prepare(
             input_ids, labels, attention_mask, position_ids, document_ids, num_items_in_batch
         )
-        with self._work(None):
-            passes = Passes(self._installed, self.config, batch, plan, attention)
+        with self._work(None), self._passes(batch, plan, attention) as passes:
             for chunk in plan.chunks:
                 passes.evaluate(chunk)
             return passes.loss()
@@ -221,25 +225,34 @@ class Engine:
     ) -> Generator[ChunkState, None, StepResult]:
         with self._work(ledger):
             watch = Stopwatch(self._model.device)
-            passes = Passes(self._installed, self.config, batch, plan, attention, self._steps)
-            self._steps += 1
-            watch.mark("fill")
-            start = time.perf_counter_ns()
-            for chunk in plan.chunks[:-1]:
-                passes.fill(chunk)
-                yield passes.state("fill", chunk)
-            passes.phase_ended("fill", start)
-            passes.turn()
-            watch.mark("sweep")
-            start = time.perf_counter_ns()
-            for chunk in reversed(plan.chunks):
-                with ledger.hooks_held_back():
-                    passes.sweep(chunk)
-                yield passes.state("sweep", chunk)
-            passes.phase_ended("sweep", start)
-            passes.finish()
-            watch.mark("end")
+            number, self._steps = self._steps, self._steps + 1
+            with self._passes(batch, plan, attention, number) as passes:
+                watch.mark("fill")
+                start = time.perf_counter_ns()
+                for chunk in plan.chunks[:-1]:
+                    passes.fill(chunk)
+                    yield passes.state("fill", chunk)
+                passes.phase_ended("fill", start)
+                passes.turn()
+                watch.mark("sweep")
+                start = time.perf_counter_ns()
+                for chunk in reversed(plan.chunks):
+                    with ledger.hooks_held_back():
+                        passes.sweep(chunk)
+                    yield passes.state("sweep", chunk)
+                passes.phase_ended("sweep", start)
+                passes.finish()
+                watch.mark("end")
         return StepResult(passes.loss(), batch.num_label_tokens, watch.peak_memory(), watch.timings)
+
+    def _passes(
+        self,
+        batch: Batch,
+        plan: ChunkPlan,
+        attention: list[LayerAttention],
+        step: int | None = None,
+    ) -> Passes:
+        return Passes(self._installed, self.config, batch, plan, attention, step, self._store)
 
     @contextmanager
     def _work(self, ledger: GradientLedger | None) -> Iterator[None]:
@@ -360,6 +373,7 @@ class Engine:
             chunk_size=pages * PROBE_PAGE,
             page_size=PROBE_PAGE,
             segment_pages=2,
+            offload=None,
             recorder=None,
         )
         batch = check_batch(

@@ -42,6 +42,10 @@ class FillOutputs:
         kept = self._kept.get(chunk.index, {}).get(layer)
         return None if kept is None else (kept[0].detach(), kept[1].detach())
 
+    def has(self, chunk: Chunk) -> bool:
+        """Whether a chunk's outputs are kept."""
+        return chunk.index in self._kept
+
     def drop(self, chunk: Chunk) -> None:
         """Forget a chunk that is swept."""
         self._kept.pop(chunk.index, None)

@@ -20,7 +20,7 @@ import torch
 
 from oomb.attention import Backend, ChunkAttention, LayerCall, attend
 from oomb.batch import Batch
-from oomb.cache import History
+from oomb.cache import Visit
 from oomb.chunking import Chunk, ChunkPlan
 from oomb.columns import Columns
 from oomb.config import EngineConfig
@@ -35,6 +35,7 @@ from oomb.loss import (
     linear_loss_and_gradient,
 )
 from oomb.moe import RouterBalance
+from oomb.offload import OffloadStore, make_history
 from oomb.probes import is_watched, router_settings
 from oomb.profiling.stage import Place, place, stage
 from oomb.randomness import RandomState
@@ -61,6 +62,7 @@ class Passes:
         plan: its chunks.
         attention: how each layer attends to this batch.
         step: number of the step, for events; None outside of one.
+        store: host memory for pages, or None.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Passes:
         plan: ChunkPlan,
         attention: list[LayerAttention],
         step: int | None = None,
+        store: OffloadStore | None = None,
     ) -> None:
         self._step = step
         self._installed = installed
@@ -80,12 +83,14 @@ class Passes:
         self._device = installed.model.device
         self._columns = Columns(batch, self._device)
         self._on_event = config.recorder.on_event if config.recorder is not None else None
-        self._history = History(
+        self._history = make_history(
             [layer.shape for layer in self._facts.layers],
+            store,
             pages_per_row=plan.pages_per_row,
             page_size=config.page_size,
             segment_pages=_segment_pages(config, plan),
             page_grad_dtype=config.page_grad_dtype,
+            gradients=step is not None,
             device=self._device,
         )
         router = router_settings(self._model)  # now, since they may change between steps
@@ -107,6 +112,7 @@ class Passes:
         """Run a chunk and leave its K and V in pages; without gradients unless it stays alive."""
         before = RandomState.capture(self._device)
         self._random.append(before)
+        self._expect(chunk, forward=True)
         if self._stays_alive(chunk):
             with self._at("fill", chunk), torch.enable_grad():
                 self._hold_pages(chunk)
@@ -119,11 +125,15 @@ class Passes:
             self._count_experts(chunk, output)
         self._ending.chunk_done(before, RandomState.capture(self._device))
 
+    def _ends_early(self, chunk: Chunk) -> bool:
+        return self._ending.comes and not self._stays_alive(chunk)
+
     def _stays_alive(self, chunk: Chunk) -> bool:
         return chunk.index >= len(self._plan.chunks) - self._config.live_chunks
 
     def evaluate(self, chunk: Chunk) -> torch.Tensor:
         """Run a chunk without gradients, its loss included; returns its hidden states."""
+        self._expect(chunk, forward=True)
         with self._at("fill", chunk, name="evaluate"), torch.no_grad():
             self._hold_pages(chunk)
             output, ids = self._forward(chunk)
@@ -147,6 +157,7 @@ class Passes:
     def sweep(self, chunk: Chunk) -> None:
         """Run a chunk's backward, after its forward unless that is alive; then free its pages."""
         self._random[chunk.index].restore()
+        self._expect(chunk, forward=chunk.index not in self._live, backward=True)
         with self._at("sweep", chunk), torch.enable_grad():
             output, ids = self._live.pop(chunk.index, None) or self._forward(chunk)
             if chunk is self._plan.chunks[-1]:  # it had no fill, and one ordinary forward ends here
@@ -196,6 +207,13 @@ class Passes:
     def finish(self) -> None:
         """Leave the generators where one ordinary forward pass would."""
         self._after_forward.restore()
+
+    def __enter__(self) -> Passes:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._live.clear()
+        self._history.close()
 
     # -- what both share --------------------------------------------------------------------------
 
@@ -251,6 +269,23 @@ class Passes:
             self._installed.switched_in(self._attend, ending),
         ):
             yield
+
+    def _expect(self, chunk: Chunk, *, forward: bool, backward: bool = False) -> None:
+        """Tell the history in which order a chunk's attention will ask for it."""
+        layers = range(len(self._attention))
+        again = self._config.activation_policy == "layer"
+        if backward and self._fill_outputs.has(chunk):
+            forward = again = False
+        visits = [self._visit(layer, "keys") for layer in layers] if forward else []
+        if not backward and self._ends_early(chunk) and not self._fill_outputs.wanted:
+            visits.pop()
+        for layer in reversed(layers) if backward else ():
+            visits += [self._visit(layer, "keys")] if again else []
+            visits += [self._visit(layer, "own"), self._visit(layer, "gradients")]
+        self._history.expect(chunk, visits)
+
+    def _visit(self, layer: int, what: str) -> Visit:
+        return Visit(layer, what, self._attention[layer].window)
 
     def _forward(self, chunk: Chunk) -> tuple[Any, torch.Tensor]:
         """Base model's output and token ids of a chunk."""

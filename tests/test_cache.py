@@ -306,15 +306,15 @@ def test_gradients_start_at_zero_and_gather_in_place(segment_pages):
         store.write(layer, 0, 0, *tokens(22, LAYERS[layer]))
     store.open_gradients()
     for first, last in ((0, 22), (4, 9)):
-        for segment in store.segments(0, 0, first, last):
+        for segment in store.segments(0, 0, first, last, gradients=True):
             segment.grad_k.add_(1.0)
             segment.grad_v.add_(2.0)
-    found = list(store.segments(0, 0, 0, 22))
+    found = list(store.segments(0, 0, 0, 22, gradients=True))
     expected = torch.ones(2, 22, 3)
     expected[:, 4:9] += 1.0
     assert torch.equal(torch.cat([s.grad_k[0] for s in found], 1), expected)
     assert torch.equal(torch.cat([s.grad_v[0] for s in found], 1), 2 * expected)
-    for segment in store.segments(1, 0, 0, 22):  # another layer has its own
+    for segment in store.segments(1, 0, 0, 22, gradients=True):  # another layer has its own
         assert segment.grad_k.dtype == torch.float32
         assert not segment.grad_k.any()
         assert not segment.grad_v.any()

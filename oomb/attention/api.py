@@ -90,8 +90,8 @@ class LayerCall:
             own_k, own_v = (g[write.row, :, write.start : write.stop] for g in grads)
             left = self.history.own_gradients(self.layer, write.row, write.first, write.last)
             for at, grad_k, grad_v in left:
-                own_k[:, at].copy_(grad_k[0])
-                own_v[:, at].copy_(grad_v[0])
+                own_k[:, at].copy_(grad_k)
+                own_v[:, at].copy_(grad_v)
         return grads[0], grads[1]
 
 

@@ -144,7 +144,8 @@ def _sources(
         here = (x if x is None else x[span.rows, :, span.at] for x in (k, v, grad_k, grad_v))
         yield Mask(causal=True, window=call.window), Segment(0, *here)
     if span.read is not None:
-        for segment in call.history.seen(call.layer, span.read, call.window):
+        gradients = grad_k is not None
+        for segment in call.history.seen(call.layer, span.read, call.window, gradients=gradients):
             yield Mask(offset=span.read.last - segment.first, window=call.window), segment
 
 

@@ -124,7 +124,8 @@ class Problem:
         state = self.forward()
         dq, *own = self.backward(state)
         pages = [
-            (s.grad_k[0], s.grad_v[0]) for s in self.pages.segments(0, 0, 0, self.history_tokens)
+            (s.grad_k[0], s.grad_v[0])
+            for s in self.pages.segments(0, 0, 0, self.history_tokens, gradients=True)
         ]
         pages = [torch.cat(each, 1) for each in zip(*pages, strict=True)]
         grads = [torch.cat([a.float(), b[0].float()], 1) for a, b in zip(pages, own, strict=True)]

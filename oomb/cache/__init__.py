@@ -1,7 +1,7 @@
 """Paged storage for K, V and their gradients."""
 
-from oomb.cache.history import History, Pages, Segment
+from oomb.cache.history import History, Pages, Segment, Visit
 from oomb.cache.pool import PagePool
 from oomb.cache.table import PageTable, PageTableView
 
-__all__ = ["History", "PagePool", "PageTable", "PageTableView", "Pages", "Segment"]
+__all__ = ["History", "PagePool", "PageTable", "PageTableView", "Pages", "Segment", "Visit"]

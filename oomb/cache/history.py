@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from oomb.cache.pool import LayerShape, PagePool
 from oomb.cache.table import PageTable
-from oomb.chunking import Read
+from oomb.chunking import Chunk, Read
 from oomb.profiling.live_bytes import category
 
 
@@ -51,8 +52,31 @@ class Pages:
     page_size: int
 
 
+@dataclass(frozen=True)
+class Visit:
+    """One attention call's use of the history.
+
+    Attributes:
+        layer: layer number.
+        what: `keys` for a forward, `gradients` for a backward (it reads K and V too), `own` for
+            what later chunks left in the chunk's own pages.
+        window: the layer's sliding window in tokens, or None.
+    """
+
+    layer: int
+    what: Literal["keys", "gradients", "own"]
+    window: int | None = None
+
+
 class History:
-    """K/V pages and their gradients for one step, all resident on one device."""
+    """K/V pages and their gradients for one step.
+
+    This one has all of them on one device; others give the same answers from elsewhere.
+
+    Attributes:
+        resident: whether every page is in the pool at any time, so that `pages` can be asked for.
+        table: which pages are held, and where.
+    """
 
     resident = True
 
@@ -65,13 +89,18 @@ class History:
         segment_pages: int,
         page_grad_dtype: torch.dtype,
         device: torch.device,
+        gpu_slots: int | None = None,
     ) -> None:
         self.table = PageTable(
-            pages_per_row=pages_per_row, page_size=page_size, segment_pages=segment_pages
+            pages_per_row=pages_per_row,
+            page_size=page_size,
+            segment_pages=segment_pages,
+            gpu_slots=gpu_slots,
         )
         self._layers = layers
         self._device = device
         self._grad_dtype = page_grad_dtype
+        self._segment_tokens = segment_pages * page_size
         with category("kv_pages"):
             self._kv = self._pool()
         self._grads: PagePool | None = None
@@ -80,8 +109,8 @@ class History:
     def _pool(self, **kwargs) -> PagePool:
         return PagePool(
             self._layers,
-            slots=self.table.num_slots,
-            tokens_per_slot=self.table.segment_pages * self.table.page_size,
+            slots=self.table.gpu_slots,
+            tokens_per_slot=self._segment_tokens,
             device=self._device,
             **kwargs,
         )
@@ -91,11 +120,24 @@ class History:
         with category("page_gradients"):
             self._grads = self._pool(dtype=self._grad_dtype, zero=True)
 
+    def expect(self, chunk: Chunk, visits: Sequence[Visit]) -> None:
+        """Say what a chunk will ask for, in order; only of use where pages have a way to go."""
+
+    def close(self) -> None:
+        """The step is over, or abandoned."""
+
     def write(self, layer: int, row: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v, each [kv heads, tokens, dim], as tokens `first` and on; slots are held."""
-        for at, segment in self.pieces(layer, row, first, first + k.shape[1]):
-            segment.k[0].copy_(k[:, at])
-            segment.v[0].copy_(v[:, at])
+        at = 0
+        for index, start, stop in self.table.segments(first, first + k.shape[1]):
+            here = slice(at, at + stop - start)
+            self._write(layer, self.table.slot(row, index), start, k[:, here], v[:, here])
+            at = here.stop
+
+    def _write(self, layer: int, slot: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        own_k, own_v = self._kv.tokens(layer, slot, start, start + k.shape[1])
+        own_k[0].copy_(k)
+        own_v[0].copy_(v)
 
     def pieces(
         self, layer: int, row: int, first: int, last: int
@@ -105,36 +147,69 @@ class History:
             start = segment.first - first
             yield slice(start, start + segment.k.shape[2]), segment
 
-    def segments(self, layer: int, row: int, first: int, last: int) -> Iterator[Segment]:
-        """Tokens [first, last) of a row, a segment at a time, in order."""
-        return self._cut(layer, row, self.table.segments(first, last))
+    def segments(
+        self, layer: int, row: int, first: int, last: int, *, gradients: bool = False
+    ) -> Iterator[Segment]:
+        """Tokens [first, last) of a row, a segment at a time, in order.
 
-    def seen(self, layer: int, read: Read, window: int | None) -> Iterator[Segment]:
-        """Segments of which some query of a read sees a key, in order.
+        Args:
+            layer: layer number.
+            row: batch row.
+            first: logical token number.
+            last: logical token number behind the last token.
+            gradients: whether page gradients are wanted too; they grow in place.
 
-        A segment is there until the next one is asked for.
+        Yields:
+            Segments, each there until the next is asked for.
         """
-        return self._cut(layer, read.row, self.table.seen(read, window))
+        return self._cut(layer, row, self.table.segments(first, last), gradients)
+
+    def seen(
+        self, layer: int, read: Read, window: int | None, *, gradients: bool = False
+    ) -> Iterator[Segment]:
+        """The same for a read, less the segments that a window hides from all its queries."""
+        return self._cut(layer, read.row, self.table.seen(read, window), gradients)
+
+    def _cut(
+        self, layer: int, row: int, pieces: list[tuple[int, int, int]], gradients: bool
+    ) -> Iterator[Segment]:
+        for index, start, stop in pieces:
+            yield from self._piece(layer, row, index, start, stop, gradients)
+
+    def _piece(
+        self, layer: int, row: int, index: int, start: int, stop: int, gradients: bool
+    ) -> Iterator[Segment]:
+        slot = self.table.slot(row, index)
+        keys = self._kv.tokens(layer, slot, start, stop)
+        grads = self._grads.tokens(layer, slot, start, stop) if gradients else (None, None)
+        yield Segment(index * self._segment_tokens + start, *keys, *grads)
 
     def own_gradients(
         self, layer: int, row: int, first: int, last: int
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """What later chunks left for tokens [first, last): ranges counted from `first`, views.
+        """What later chunks left in the pages of tokens [first, last).
 
-        Ranges for which nobody left anything may be missing.
+        Args:
+            layer: layer number.
+            row: batch row.
+            first: logical token number.
+            last: logical token number behind the last token.
+
+        Yields:
+            Token range counted from `first`, and gradients of its K and V, [kv heads, tokens, dim].
+            Where nobody left anything, the range may be missing.
         """
-        for at, page in self.pieces(layer, row, first, last):
-            yield at, page.grad_k, page.grad_v
+        at = 0
+        for index, start, stop in self.table.segments(first, last):
+            slot, here = self.table.slot(row, index), slice(at, at + stop - start)
+            at = here.stop
+            for grad_k, grad_v in self._own_gradients(layer, slot, start, stop):
+                yield here, grad_k[0], grad_v[0]
 
-    def _cut(self, layer: int, row: int, pieces: list[tuple[int, int, int]]) -> Iterator[Segment]:
-        size = self.table.segment_pages * self.table.page_size
-        for index, start, stop in pieces:
-            slot = self.table.slot(row, index)
-            k, v = self._kv.tokens(layer, slot, start, stop)
-            grad_k = grad_v = None
-            if self._grads is not None:
-                grad_k, grad_v = self._grads.tokens(layer, slot, start, stop)
-            yield Segment(index * size + start, k, v, grad_k, grad_v)
+    def _own_gradients(
+        self, layer: int, slot: int, start: int, stop: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield self._grads.tokens(layer, slot, start, stop)
 
     def pages(self, layer: int, row: int, first: int, last: int) -> Pages:
         """The pages of tokens [first, last) of a row; `first` is a page's first token."""
@@ -155,7 +230,12 @@ class History:
         return self._page_rows[1]
 
     def bytes_alive(self) -> dict[str, int]:
-        """Bytes of the pages held now, by content."""
-        tokens = self.table.pages_held * self.table.page_size
+        """Bytes of the pages held now, by content; `host_` goes before what the host holds."""
+        on_host = self.table.pages_on_host * self.table.page_size
+        on_gpu = self.table.pages_held * self.table.page_size - on_host
+        keys = self._kv.bytes_per_token
         grads = self._grads.bytes_per_token if self._grads is not None else 0
-        return {"kv_pages": tokens * self._kv.bytes_per_token, "page_gradients": tokens * grads}
+        alive = {"kv_pages": on_gpu * keys, "page_gradients": on_gpu * grads}
+        if not self.resident:
+            alive |= {"host_kv_pages": on_host * keys, "host_page_gradients": on_host * grads}
+        return alive

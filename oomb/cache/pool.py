@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,20 +38,44 @@ class PagePool:
     ) -> None:
         make = torch.zeros if zero else torch.empty
         self._buffers = [
-            make(
-                (slots, 2, tokens_per_slot, layer.heads, layer.dim),
-                dtype=torch.promote_types(dtype or layer.dtype, layer.dtype),
-                device=device,
-            )
-            for layer in layers
+            make(shape, dtype=kind, device=device)
+            for shape, kind in _buffers(layers, slots, tokens_per_slot, dtype)
         ]
+
+    @classmethod
+    def over(
+        cls,
+        memory: list[torch.Tensor],
+        layers: list[LayerShape],
+        *,
+        slots: int,
+        tokens_per_slot: int,
+        dtype: torch.dtype | None = None,
+    ) -> PagePool:
+        """A pool over memory that is there: uint8 [bytes] per layer, of which it uses the front."""
+        pool = cls.__new__(cls)
+        pool._buffers = [
+            piece[: math.prod(shape) * kind.itemsize].view(kind).view(shape)
+            for piece, (shape, kind) in zip(
+                memory, _buffers(layers, slots, tokens_per_slot, dtype), strict=True
+            )
+        ]
+        return pool
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of each layer's numbers."""
+        return [buffer.dtype for buffer in self._buffers]
+
+    def slot(self, layer: int, slot: int) -> torch.Tensor:
+        """All of a slot: [K|V, tokens, kv heads, dim]."""
+        return self._buffers[layer][slot]
 
     def tokens(
         self, layer: int, slot: int, start: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of tokens [start, stop) of a slot: K and V, each [1, kv heads, tokens, dim]."""
-        both = self._buffers[layer][slot, :, start:stop].transpose(1, 2)
-        return both[K : K + 1], both[V : V + 1]
+        return as_attended(self._buffers[layer][slot, :, start:stop])
 
     def all_tokens(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Every token of a layer: K and V, each a view [1, kv heads, rows, dim].
@@ -66,3 +91,22 @@ class PagePool:
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all layers."""
         return sum(2 * b.shape[3] * b.shape[4] * b.element_size() for b in self._buffers)
+
+
+def as_attended(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of a slot [K|V, tokens, heads, dim] as K and V, views [1, heads, tokens, dim]."""
+    both = both.transpose(1, 2)
+    return both[K : K + 1], both[V : V + 1]
+
+
+def _buffers(
+    layers: list[LayerShape], slots: int, tokens_per_slot: int, dtype: torch.dtype | None
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each layer's buffer."""
+    return [
+        (
+            (slots, 2, tokens_per_slot, layer.heads, layer.dim),
+            torch.promote_types(dtype or layer.dtype, layer.dtype),
+        )
+        for layer in layers
+    ]

@@ -21,28 +21,40 @@ class PageTableView:
         terms: int32 [rows, pages], later chunks swept so far whose history holds the page: each has
             left its gradient term there (a zero one where a sliding window hides the page).
         used: int32 [rows, pages], tokens written into the page.
+        on_host: bool [rows, pages], whether the page is held on the host.
     """
 
     page_size: int
     slots: np.ndarray
     terms: np.ndarray
     used: np.ndarray
+    on_host: np.ndarray
 
 
 class PageTable:
     """Maps (row, logical page) to a slot, in whole segments.
 
     A segment is a fixed number of consecutive pages that live side by side, so that one kernel
-    call can attend to all of them; segments lie anywhere in the pool. Rows are independent: each
-    numbers its own pages from 0, and each document starts on a new page.
+    call can attend to all of them; segments lie anywhere in the pool. Slots below `gpu_slots` are
+    on the GPU, the others on the host; they are given out in order, so that the segments written
+    first are on the GPU. Rows are independent: each numbers its own pages from 0, and each document
+    starts on a new page.
     """
 
-    def __init__(self, *, pages_per_row: list[int], page_size: int, segment_pages: int) -> None:
+    def __init__(
+        self,
+        *,
+        pages_per_row: list[int],
+        page_size: int,
+        segment_pages: int,
+        gpu_slots: int | None = None,
+    ) -> None:
         rows, pages = len(pages_per_row), max(pages_per_row, default=0)
         segments = -(-pages // segment_pages)
         self.page_size = page_size
         self.segment_pages = segment_pages
         self.num_slots = sum(-(-count // segment_pages) for count in pages_per_row)
+        self.gpu_slots = self.num_slots if gpu_slots is None else min(gpu_slots, self.num_slots)
         self._segment_slots = np.full((rows, segments), NO_SLOT, dtype=np.int32)
         self._used = np.zeros((rows, segments * segment_pages), dtype=np.int32)
         self._terms = np.zeros_like(self._used)
@@ -123,12 +135,19 @@ class PageTable:
         """Pages that hold at least one token."""
         return int(np.count_nonzero(self._used))
 
+    @property
+    def pages_on_host(self) -> int:
+        """Those of them that are on the host."""
+        slots = self._segment_slots.repeat(self.segment_pages, axis=1)
+        return int(np.count_nonzero(self._used[slots >= self.gpu_slots]))
+
     def view(self) -> PageTableView:
         """A copy that later changes do not touch."""
         page_slots = self._segment_slots.repeat(self.segment_pages, axis=1) * self.segment_pages
         page_slots += np.arange(page_slots.shape[1], dtype=np.int32) % self.segment_pages
         page_slots[self._used == 0] = NO_SLOT
-        arrays = (page_slots, self._terms.copy(), self._used.copy())
+        on_host = page_slots >= self.gpu_slots * self.segment_pages
+        arrays = (page_slots, self._terms.copy(), self._used.copy(), on_host)
         for array in arrays:
             array.setflags(write=False)
         return PageTableView(self.page_size, *arrays)

@@ -61,7 +61,7 @@ class Ours:
         state = self.forward()
         dq, dk, dv = self.backward(state)
         if not self._problem.shape.causal:
-            pages = list(self._history.segments(0, 0, 0, self._problem.shape.keys))
+            pages = list(self._history.segments(0, 0, 0, self._problem.shape.keys, gradients=True))
             dk = torch.cat([page.grad_k for page in pages], dim=2)
             dv = torch.cat([page.grad_v for page in pages], dim=2)
         return Outcome(state[0].transpose(1, 2), dq, dk, dv)

@@ -139,7 +139,7 @@ class TritonBackend:
         lse = q.new_full((rows, heads, tokens), float("-inf"), dtype=torch.float32)
         state = torch.empty_like(out, dtype=torch.float32) if call.chunk.reads else None
         q, begun = _aligned(q), None
-        for read, part in self._parts(call):
+        for read, part in self._parts(call, gradients=False):
             at = slice(read.start, read.stop)
             row = slice(read.row, read.row + 1)
             here = state[row, at]
@@ -167,7 +167,7 @@ class TritonBackend:
         grad_q = torch.empty_like(q)
         state = torch.zeros_like(q, dtype=torch.float32) if call.chunk.reads else None
         begun = None
-        for read, part in self._parts(call):
+        for read, part in self._parts(call, gradients=True):
             at, row = slice(read.start, read.stop), slice(read.row, read.row + 1)
             *here, so_far = (x[row, :, at] for x in (q, grad_out, lse, delta, state))
             before = so_far if read is begun else None
@@ -195,13 +195,13 @@ class TritonBackend:
         )  # fmt: skip
 
     @staticmethod
-    def _parts(call: LayerCall) -> Iterator[tuple[Read, Part]]:
+    def _parts(call: LayerCall, *, gradients: bool) -> Iterator[tuple[Read, Part]]:
         """(read, part) for each row whose queries see any of its history."""
         for read in call.chunk.reads:
             if call.history.resident:
                 yield from _in_pages(call, read)
             else:
-                yield from _in_segments(call, read)
+                yield from _in_segments(call, read, gradients=gradients)
 
 
 def _in_pages(call: LayerCall, read: Read) -> Iterator[tuple[Read, Part]]:
@@ -221,9 +221,9 @@ def _in_pages(call: LayerCall, read: Read) -> Iterator[tuple[Read, Part]]:
     yield read, part
 
 
-def _in_segments(call: LayerCall, read: Read) -> Iterator[tuple[Read, Part]]:
+def _in_segments(call: LayerCall, read: Read, *, gradients: bool) -> Iterator[tuple[Read, Part]]:
     """The same where only one segment at a time is on the GPU."""
-    for segment in call.history.seen(call.layer, read, call.window):
+    for segment in call.history.seen(call.layer, read, call.window, gradients=gradients):
         part = Part(
             segment.k, segment.v, segment.k.shape[2], segment.grad_k, segment.grad_v,
             offset=read.last - segment.first, window=call.window,

@@ -1,0 +1,172 @@
+"""A history whose first segments stay on the GPU and whose others live on the host.
+
+Attention sees no difference but one: a segment is there until the next one is asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from oomb.cache import History, PagePool, Segment, Visit
+from oomb.cache.pool import LayerShape, as_attended
+from oomb.chunking import Chunk
+from oomb.offload.residency import STAGING_BUFFERS, Residency
+from oomb.offload.ring import NAN_BYTE, HostPages, Load, SegmentRing, token_pairs
+from oomb.offload.store import OffloadStore
+from oomb.offload.tier import Done
+from oomb.profiling.live_bytes import category
+from oomb.profiling.stage import stage
+
+KEYS, GRADIENTS = "K/V pages", "page gradients"
+"""What host memory is asked for."""
+
+
+class OffloadedHistory(History):
+    """K/V pages and their gradients for one step, on two tiers.
+
+    Args:
+        layers, pages_per_row, page_size, segment_pages, page_grad_dtype, device: as in `History`.
+        store: the tier, and host memory that outlives the step.
+        residency: which slots are where.
+
+    Raises:
+        ValueError: the host memory is more than its budget, or than there is.
+        MemoryError: the host does not give what the step needs.
+    """
+
+    resident = False
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        *,
+        pages_per_row: list[int],
+        page_size: int,
+        segment_pages: int,
+        page_grad_dtype: torch.dtype,
+        device: torch.device,
+        store: OffloadStore,
+        residency: Residency,
+    ) -> None:
+        key_bytes, gradient_bytes = residency.host_bytes()
+        self._memory = store.reserve({KEYS: key_bytes, GRADIENTS: gradient_bytes})
+        super().__init__(
+            layers,
+            pages_per_row=pages_per_row,
+            page_size=page_size,
+            segment_pages=segment_pages,
+            page_grad_dtype=page_grad_dtype,
+            device=device,
+            gpu_slots=residency.gpu_slots,
+        )
+        self._tier, self._poison = store.tier, store.config.poison
+        self._host_slots = residency.host_slots
+        self._host = HostPages(self._host_pool(KEYS))
+        with category("segment_ring"):
+            self._ring = SegmentRing(
+                self._tier, self._host, layers, self._segment_tokens, store.config.ring_depth,
+                device, poison=self._poison,
+            )  # fmt: skip
+            self._staging: deque[tuple[torch.Tensor, list[Done]]] = deque(
+                (self._ring.room_for_keys(), []) for _ in range(STAGING_BUFFERS)
+            )
+
+    def _host_pool(self, what: str, dtype: torch.dtype | None = None) -> PagePool:
+        return PagePool.over(
+            self._memory[what],
+            self._layers,
+            slots=self._host_slots,
+            tokens_per_slot=self._segment_tokens,
+            dtype=dtype,
+        )
+
+    def open_gradients(self) -> None:
+        """See `History`; on the host, a segment's gradients begin with their first term."""
+        super().open_gradients()
+        self._host.gradients = self._host_pool(GRADIENTS, self._grad_dtype)
+        with category("segment_ring"):
+            self._ring.open_gradients(self._host.gradients.dtypes)
+
+    def close(self) -> None:
+        """Kernels that come next may take over this step's GPU memory, and copies its slabs."""
+        self._ring.announce(())
+        self._tier.settle()
+
+    # -- what is to come --------------------------------------------------------------------------
+
+    def expect(self, chunk: Chunk, visits: Sequence[Visit]) -> None:
+        """Say what a chunk will ask for, in order, so that it is on its way by then."""
+        self._ring.announce(load for visit in visits for load in self._loads(chunk, visit))
+
+    def _loads(self, chunk: Chunk, visit: Visit) -> Iterator[Load]:
+        if visit.what == "own":
+            for write in chunk.writes:
+                for index, start, stop in self.table.segments(write.first, write.last):
+                    slot = self.table.slot(write.row, index)
+                    yield from self._own_load(visit.layer, slot, start, stop)
+            return
+        for read in chunk.reads:
+            for index, start, stop in self.table.seen(read, visit.window):
+                slot = self.table.slot(read.row, index)
+                if self._on_host(slot):
+                    gradients = visit.what == "gradients"
+                    yield self._load(visit.layer, slot, start, stop, gradients=gradients)
+
+    def _own_load(self, layer: int, slot: int, start: int, stop: int) -> Iterator[Load]:
+        """Nothing, where no later chunk has left a term."""
+        at = slot - self.table.gpu_slots
+        if (layer, at) in self._host.touched:
+            yield Load(layer, at, start, stop, keys=False, gradients=True, returns=False)
+
+    def _load(self, layer: int, slot: int, start: int, stop: int, *, gradients: bool) -> Load:
+        at = slot - self.table.gpu_slots
+        return Load(layer, at, start, stop, keys=True, gradients=gradients, returns=gradients)
+
+    def _on_host(self, slot: int) -> bool:
+        return slot >= self.table.gpu_slots
+
+    # -- what is asked for ------------------------------------------------------------------------
+
+    def _piece(
+        self, layer: int, row: int, index: int, start: int, stop: int, gradients: bool
+    ) -> Iterator[Segment]:
+        slot = self.table.slot(row, index)
+        if not self._on_host(slot):
+            yield from super()._piece(layer, row, index, start, stop, gradients)
+            return
+        load = self._load(layer, slot, start, stop, gradients=gradients)
+        with self._ring.holding(load) as (keys, grads):
+            views = (None, None) if grads is None else as_attended(grads)
+            yield Segment(index * self._segment_tokens + start, *as_attended(keys), *views)
+
+    def _own_gradients(
+        self, layer: int, slot: int, start: int, stop: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if not self._on_host(slot):
+            yield from super()._own_gradients(layer, slot, start, stop)
+            return
+        for load in self._own_load(layer, slot, start, stop):
+            with self._ring.holding(load) as (_, grads):
+                yield as_attended(grads)
+
+    def _write(self, layer: int, slot: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        if not self._on_host(slot):
+            super()._write(layer, slot, start, k, v)
+            return
+        at, stop = slot - self.table.gpu_slots, start + k.shape[1]
+        room, free_after = self._staging.popleft()
+        self._tier.begin(room, free_after)
+        if self._poison:
+            room.fill_(NAN_BYTE)
+        staged = self._ring.keys_view(layer, room)
+        for which, own in enumerate((k, v)):
+            staged[which, start:stop].copy_(own.transpose(0, 1))
+        written = self._tier.end(room)
+        with stage("copy_out", layer):
+            pairs = token_pairs(self._host.keys.slot(layer, at), staged, start, stop)
+            sent = self._tier.copy_out(pairs, [written])
+        self._host.written["keys", layer, at] = sent
+        self._staging.append((room, [sent]))

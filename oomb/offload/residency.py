@@ -1,0 +1,88 @@
+"""Which segments stay on the GPU: as many of the first as the budget holds beside the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from oomb.cache.pool import LayerShape
+from oomb.offload.ring import slot_bytes
+
+STAGING_BUFFERS = 2
+"""In which a chunk's K and V wait for their way to the host."""
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Where a step's slots are, and what that takes.
+
+    Attributes:
+        gpu_slots, host_slots: how many of the slots are where.
+        key_bytes, gradient_bytes: of one slot, by layer.
+        ring_bytes: GPU memory of the ring and of the staging buffers; 0 where nothing is on the
+            host.
+    """
+
+    gpu_slots: int
+    host_slots: int
+    key_bytes: Sequence[int]
+    gradient_bytes: Sequence[int]
+    ring_bytes: int
+
+    @classmethod
+    def plan(
+        cls,
+        layers: list[LayerShape],
+        *,
+        slots: int,
+        tokens_per_slot: int,
+        page_grad_dtype: torch.dtype | None,
+        gpu_budget: int,
+        ring_depth: int,
+    ) -> Residency:
+        """Decide.
+
+        Args:
+            layers: what each layer stores.
+            slots: of the whole batch.
+            tokens_per_slot: tokens of a segment.
+            page_grad_dtype: as configured; None where there are no page gradients.
+            gpu_budget: bytes for pages and ring on the GPU; 0 asks for as few as possible.
+            ring_depth: buffers of the ring.
+
+        Returns:
+            The residency.
+
+        Raises:
+            ValueError: the budget does not hold the ring, nor all of the pages.
+        """
+        dtypes = [layer.dtype for layer in layers]
+        grad_dtypes = [
+            torch.promote_types(page_grad_dtype, dtype) for dtype in dtypes if page_grad_dtype
+        ]
+        keys = [slot_bytes([layer], [layer.dtype], tokens_per_slot) for layer in layers]
+        grads = [
+            slot_bytes([layer], [dtype], tokens_per_slot)
+            for layer, dtype in zip(layers, grad_dtypes, strict=bool(grad_dtypes))
+        ]
+        per_slot = sum(keys) + sum(grads)
+        if slots * per_slot <= gpu_budget:
+            return cls(slots, 0, keys, grads, 0)
+        ring = (ring_depth + STAGING_BUFFERS) * max(keys) + ring_depth * max(grads, default=0)
+        if 0 < gpu_budget < ring:
+            raise ValueError(
+                f"gpu_budget must hold the ring's {ring_depth} buffers of {tokens_per_slot} tokens "
+                f"({ring} bytes), got {gpu_budget}; raise it, lower segment_pages or ring_depth, "
+                "or use 0 for as little as possible"
+            )
+        gpu_slots = max(0, gpu_budget - ring) // per_slot
+        return cls(gpu_slots, slots - gpu_slots, keys, grads, ring)
+
+    def host_bytes(self) -> tuple[list[int], list[int]]:
+        """Host memory for K and V and for their gradients, by layer."""
+        return tuple(
+            [self.host_slots * each for each in sizes]
+            for sizes in (self.key_bytes, self.gradient_bytes)
+        )

@@ -1,0 +1,118 @@
+"""What an engine keeps from step to step for offloading: the tier, and its host memory."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from pathlib import Path
+
+import torch
+
+from oomb.config import OffloadConfig
+from oomb.offload.ring import NAN_BYTE
+from oomb.offload.tier import HostMemory, Tier, make_tier
+
+GIB = 2**30
+
+
+class OffloadStore:
+    """Host memory by content, made when first needed and grown when more is.
+
+    Args:
+        config: budgets.
+        device: of the model.
+    """
+
+    def __init__(self, config: OffloadConfig, device: torch.device) -> None:
+        self.config = config
+        self.tier = make_tier(device, pinned=config.pinned)
+        self._memory: dict[str, HostMemory] = {}
+        # What an engine that is never closed has taken is given back with it.
+        self._finalizer = weakref.finalize(self, _free, self.tier, self._memory)
+
+    def reserve(self, wanted: dict[str, list[int]]) -> dict[str, list[torch.Tensor]]:
+        """Host memory for a step.
+
+        Args:
+            wanted: by content, bytes of each piece.
+
+        Returns:
+            The same as uint8 tensors, each at least as long; what is in them is anything.
+
+        Raises:
+            ValueError: it is more than `host_budget`, or than the host has to spare.
+            MemoryError: the host does not give it.
+        """
+        small = [what for what, sizes in wanted.items() if not self._holds(what, sizes)]
+        self._refuse_too_much(wanted, small)
+        for what in small:
+            if what in self._memory:  # its place is needed for the larger one
+                self.tier.drain()
+                self._memory.pop(what).free()
+            self._memory[what] = self.tier.host_memory(wanted[what], what)
+        if self.config.poison:
+            for piece in (piece for each in self._memory.values() for piece in each.pieces):
+                piece.fill_(NAN_BYTE)
+        return {what: self._memory[what].pieces for what in wanted}
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held now."""
+        return sum(_nbytes(memory) for memory in self._memory.values())
+
+    def close(self) -> None:
+        """Give everything back; closing twice is allowed."""
+        self._finalizer()
+
+    def _holds(self, what: str, sizes: list[int]) -> bool:
+        if what not in self._memory:
+            return False
+        pieces = self._memory[what].pieces
+        return len(pieces) == len(sizes) and all(
+            piece.numel() >= size for piece, size in zip(pieces, sizes, strict=True)
+        )
+
+    def _refuse_too_much(self, wanted: dict[str, list[int]], small: list[str]) -> None:
+        kept = sum(_nbytes(each) for what, each in self._memory.items() if what not in small)
+        more = sum(sum(wanted[what]) for what in small)
+        budget = self.config.host_budget
+        if budget is not None:
+            if kept + more > budget:
+                raise ValueError(
+                    f"this step needs {_gib(kept + more)} of host memory for pages, more than "
+                    f"host_budget={budget} bytes ({_gib(budget)}); raise host_budget or "
+                    "gpu_budget, or train on a shorter context"
+                )
+            return
+        freed = sum(_nbytes(self._memory[what]) for what in small if what in self._memory)
+        spare = _spare_bytes()
+        if spare is not None and more > spare + freed:
+            raise ValueError(
+                f"this step needs {_gib(more)} more of host memory for pages, and the host has "
+                f"{_gib(spare + freed)} to spare; raise gpu_budget, train on a shorter context, or "
+                "give host_budget if the host can do more than it says"
+            )
+
+
+def _nbytes(memory: HostMemory) -> int:
+    return sum(piece.numel() for piece in memory.pieces)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB"
+
+
+def _spare_bytes() -> int | None:
+    """What Linux says can be taken without swapping; None where it says nothing."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else None
+
+
+def _free(tier: Tier, memory: dict[str, HostMemory]) -> None:
+    tier.close()
+    while memory:
+        memory.popitem()[1].free()

@@ -1,0 +1,75 @@
+"""What moves pages between host and GPU: two queues of copies beside the computation.
+
+Nothing here waits on the host. Every use of a buffer ends with a `Done`, and whoever uses it next
+names those it comes after: copies wait for kernels, kernels for copies, copies for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+Done = Any
+"""Something that will have happened: an event of a CUDA stream, or of a thread."""
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""(to, from) of each copy; both contiguous and of one shape and dtype."""
+
+
+class Tier(Protocol):
+    """Host memory, and copies from and to it.
+
+    Attributes:
+        name: `cuda`, or `simulated`.
+    """
+
+    name: str
+
+    def begin(self, buffer: torch.Tensor, after: Sequence[Done]) -> None:
+        """Kernels launched from now on may use a GPU buffer, once all of `after` has happened."""
+
+    def end(self, buffer: torch.Tensor) -> Done:
+        """Kernels launched from now on do not use the buffer until the next `begin`."""
+
+    def copy_in(self, pairs: Pairs, after: Sequence[Done]) -> Done:
+        """Copy from host to GPU in the background, in order of calls."""
+
+    def copy_out(self, pairs: Pairs, after: Sequence[Done]) -> Done:
+        """Copy from GPU to host in the background, in order of calls, beside `copy_in`."""
+
+    def settle(self) -> None:
+        """Kernels launched from now on come after all copies."""
+
+    def host_memory(self, sizes: Sequence[int], what: str) -> HostMemory:
+        """Host memory in pieces of `sizes` bytes, for the content called `what`."""
+
+    def drain(self) -> None:
+        """Wait, on the host, until all copies have happened."""
+
+    def close(self) -> None:
+        """`drain`, and end what runs."""
+
+
+class HostMemory(Protocol):
+    """Pieces of host memory.
+
+    Attributes:
+        pieces: uint8 [bytes] each.
+    """
+
+    pieces: list[torch.Tensor]
+
+    def free(self) -> None:
+        """Give it back; no copy may be under way."""
+
+
+def make_tier(device: torch.device, *, pinned: bool) -> Tier:
+    """The tier for a model on `device`: CUDA streams, or threads that stand for them on a CPU."""
+    if device.type == "cuda":
+        from oomb.offload.cuda import CudaTier
+
+        return CudaTier(device, pinned=pinned)
+    from oomb.offload.simulated import SimulatedTier
+
+    return SimulatedTier()
