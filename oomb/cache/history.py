@@ -73,6 +73,15 @@ class History:
 
     This one has all of them on one device; others give the same answers from elsewhere.
 
+    Args:
+        layers: what each layer stores.
+        pages_per_row: pages of each row.
+        page_size: tokens of a page.
+        segment_pages: pages of a segment.
+        page_grad_dtype: in which page gradients accumulate.
+        device: of the model.
+        gpu_slots: slots of the pool on the device; None has all there.
+
     Attributes:
         resident: whether every page is in the pool at any time, so that `pages` can be asked for.
         table: which pages are held, and where.
@@ -159,8 +168,8 @@ class History:
             last: logical token number behind the last token.
             gradients: whether page gradients are wanted too; they grow in place.
 
-        Yields:
-            Segments, each there until the next is asked for.
+        Returns:
+            An iterator of segments, each there until the next is asked for.
         """
         return self._cut(layer, row, self.table.segments(first, last), gradients)
 

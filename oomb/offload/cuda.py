@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from tqdm import tqdm
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from oomb.offload.tier import Done, Pairs
 
@@ -121,20 +121,19 @@ class MappedMemory:
 
     def _register(self) -> None:
         # Threads, since most of the time goes into the kernel's clearing of each page.
-        shown = self.nbytes >= SHOWN_FROM
-        bar = tqdm(
-            total=self.nbytes, desc=f"pinning host memory for {self._what}", unit="B",
-            unit_scale=True, unit_divisor=1024, disable=not shown, leave=False,
-        )  # fmt: skip
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+        hidden = self.nbytes < SHOWN_FROM
+        bar = Progress(*columns, TimeRemainingColumn(), transient=True, disable=hidden)
         pieces = [piece for piece in self.pieces if piece.numel()]
         with bar, ThreadPoolExecutor(min(REGISTERING_THREADS, os.cpu_count() or 1)) as threads:
+            task = bar.add_task(f"pinning host memory for {self._what}", total=self.nbytes)
             failures = []
             for piece, code in zip(pieces, threads.map(_register, pieces), strict=True):
                 if code:
                     failures.append(code)
                 else:
                     self._registered.append(piece.data_ptr())
-                bar.update(piece.numel())
+                bar.advance(task, piece.numel())
         if failures:
             self.free()
             raise MemoryError(self._refusal("pinned host memory", f"CUDA error {failures[0]}"))

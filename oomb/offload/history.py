@@ -28,7 +28,12 @@ class OffloadedHistory(History):
     """K/V pages and their gradients for one step, on two tiers.
 
     Args:
-        layers, pages_per_row, page_size, segment_pages, page_grad_dtype, device: as in `History`.
+        layers: what each layer stores.
+        pages_per_row: pages of each row.
+        page_size: tokens of a page.
+        segment_pages: pages of a segment.
+        page_grad_dtype: in which page gradients accumulate.
+        device: of the model.
         store: the tier, and host memory that outlives the step.
         residency: which slots are where.
 
