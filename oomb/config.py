@@ -29,6 +29,7 @@ class OffloadConfig:
             which are read most, stay there. 0 keeps none: the least memory.
         host_budget: bytes of host memory at most; None takes up to what the system says is spare.
         ring_depth: GPU buffers of one segment each; one is computed with while others are copied.
+        fill_outputs: outputs that `keep_fill_outputs` keeps go to the host too.
         pinned: register host memory with CUDA, so that copies run beside the kernels. Takes about
             half a second per GiB, once.
         poison: fill every buffer that is let go with NaN, so that a use of it shows. For tests.
@@ -41,6 +42,7 @@ class OffloadConfig:
     gpu_budget: int = 0
     host_budget: int | None = None
     ring_depth: int = 3
+    fill_outputs: bool = True
     pinned: bool = True
     poison: bool = False
 
@@ -49,7 +51,7 @@ class OffloadConfig:
         object.__setattr__(self, "ring_depth", _int("ring_depth", self.ring_depth, least=2))
         if self.host_budget is not None:
             object.__setattr__(self, "host_budget", _int("host_budget", self.host_budget, least=1))
-        _booleans(self, "pinned", "poison")
+        _booleans(self, "fill_outputs", "pinned", "poison")
 
 
 @dataclass(frozen=True, kw_only=True)

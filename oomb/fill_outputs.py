@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -45,6 +46,12 @@ class FillOutputs:
     def has(self, chunk: Chunk) -> bool:
         """Whether a chunk's outputs are kept."""
         return chunk.index in self._kept
+
+    def expect(self, chunk: Chunk, layers: Iterable[int]) -> None:
+        """Say in which order a chunk's outputs will be asked for."""
+
+    def close(self) -> None:
+        """The step is over, or abandoned."""
 
     def drop(self, chunk: Chunk) -> None:
         """Forget a chunk that is swept."""

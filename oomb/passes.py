@@ -35,7 +35,7 @@ from oomb.loss import (
     linear_loss_and_gradient,
 )
 from oomb.moe import RouterBalance
-from oomb.offload import OffloadStore, make_history
+from oomb.offload import HostOutputs, OffloadStore, make_history
 from oomb.probes import is_watched, router_settings
 from oomb.profiling.stage import Place, place, stage
 from oomb.randomness import RandomState
@@ -75,7 +75,7 @@ class Passes:
         step: int | None = None,
         store: OffloadStore | None = None,
     ) -> None:
-        self._step = step
+        self._step, self._store = step, store
         self._installed = installed
         self._model, self._facts = installed.model, installed.facts
         self._config, self._batch, self._plan = config, batch, plan
@@ -97,7 +97,7 @@ class Passes:
         self._balance = RouterBalance(router, self._device) if router else None
         head = installed.linear_head
         self._linear_head = None if head is None or is_watched(head) else head
-        self._fill_outputs = FillOutputs(keep=config.keep_fill_outputs and step is not None)
+        self._fill_outputs = self._make_fill_outputs()
         self._ending = FillEnding(wanted=router is None)  # experts are counted in every layer
         self._live: dict[int, tuple[Any, torch.Tensor]] = {}  # by chunk: output with its graph, ids
         self._random: list[RandomState] = []
@@ -105,6 +105,19 @@ class Passes:
         self._mass = torch.zeros_like(self._loss_sum)  # of routing; [experts] once chunks come
         self._phase: Phase | None = None
         self._chunk: Chunk | None = None
+
+    def _make_fill_outputs(self) -> FillOutputs:
+        filled = [chunk for chunk in self._plan.chunks[:-1] if not self._stays_alive(chunk)]
+        if not (self._config.keep_fill_outputs and self._step is not None and filled):
+            return FillOutputs(keep=False)
+        if not self._outputs_on_host:
+            return FillOutputs(keep=True)
+        rows = len(self._batch.lengths)
+        return HostOutputs(self._store, self._facts.layers, filled, rows, self._device)
+
+    @property
+    def _outputs_on_host(self) -> bool:
+        return self._store is not None and self._store.config.fill_outputs
 
     # -- fill -------------------------------------------------------------------------------------
 
@@ -213,6 +226,7 @@ class Passes:
 
     def __exit__(self, *_: Any) -> None:
         self._live.clear()
+        self._fill_outputs.close()
         self._history.close()
 
     # -- what both share --------------------------------------------------------------------------
@@ -228,7 +242,8 @@ class Passes:
     def state(self, phase: Phase, chunk: Chunk) -> ChunkState:
         """A picture of the step after a chunk."""
         alive = self._history.bytes_alive()
-        alive["fill_outputs"] = self._fill_outputs.nbytes
+        outputs = "host_fill_outputs" if self._outputs_on_host else "fill_outputs"
+        alive[outputs] = self._fill_outputs.nbytes
         alive["random_states"] = sum(state.nbytes for state in self._random)
         return ChunkState(
             phase=phase,
@@ -275,6 +290,7 @@ class Passes:
         layers = range(len(self._attention))
         again = self._config.activation_policy == "layer"
         if backward and self._fill_outputs.has(chunk):
+            self._fill_outputs.expect(chunk, [*layers, *(reversed(layers) if again else ())])
             forward = again = False
         visits = [self._visit(layer, "keys") for layer in layers] if forward else []
         if not backward and self._ends_early(chunk) and not self._fill_outputs.wanted:

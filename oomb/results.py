@@ -48,7 +48,7 @@ class ChunkState:
         page_table: which pages hold K/V, where, and how many gradient terms each has received.
         bytes_alive: bytes by content: `kv_pages` and `page_gradients` of the pages held now,
             `fill_outputs` of attention outputs kept for the sweep, `random_states` of the recorded
-            generators.
+            generators; `host_` stands before what is on the host.
     """
 
     phase: Phase

@@ -12,6 +12,7 @@ from helpers import gradients, tiny_model
 
 import oomb
 from oomb.offload import simulated, store
+from oomb.offload.outputs import HostOutputs
 from oomb.offload.ring import SegmentRing
 from oomb.offload.simulated import SimulatedTier
 
@@ -167,6 +168,42 @@ def test_a_frozen_model_asks_for_less_than_was_announced(loads):
     assert same(run(model, offload()), expected)
 
 
+@pytest.mark.parametrize("policy", ["keep", "selective", "layer"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("budget", [0, 10**9], ids=["pages on the host", "pages on the GPU"])
+@pytest.mark.parametrize("kind", ["plain", "documents and padding"])
+def test_fill_outputs_come_back_from_the_host(family, policy, budget, kind, monkeypatch):
+    model = tiny_model(family, torch.float32)
+    settings = {"activation_policy": policy, "keep_fill_outputs": True}
+    expected = run(model, None, kind, steps=2, **settings)
+    unannounced = []
+    expect = HostOutputs.expect
+    monkeypatch.setattr(
+        HostOutputs,
+        "expect",
+        lambda self, chunk, layers: unannounced.append(not layers) or expect(self, chunk, layers),
+    )
+    assert same(run(model, offload(gpu_budget=budget), kind, steps=2, **settings), expected)
+    assert unannounced and not any(unannounced)
+
+
+def test_what_is_alive_says_where():
+    model = tiny_model("llama", torch.float32)
+    settings = {**SIZES, "keep_fill_outputs": True}
+    alive = []
+    for config in (offload(), offload(fill_outputs=False)):
+        with oomb.Engine(model, oomb.EngineConfig(**settings, offload=config)) as engine:
+            steps = engine.iter_step(**batch())
+            for _ in range(3):
+                state = next(steps)
+            alive.append(state.bytes_alive)
+            steps.close()
+    on_host, on_gpu = alive
+    assert "fill_outputs" not in on_host and "host_fill_outputs" not in on_gpu
+    assert on_host["host_fill_outputs"] == on_gpu["fill_outputs"] > 0
+    assert on_host["kv_pages"] == on_gpu["kv_pages"] == 0 < on_gpu["host_kv_pages"]
+
+
 # -- races ----------------------------------------------------------------------------------------
 
 
@@ -183,8 +220,8 @@ class Forgetful(SimulatedTier):
         done.kind = kind
         return done
 
-    def begin(self, buffer, after):
-        super().begin(buffer, self._remembered("kernels", after))
+    def wait(self, after):
+        super().wait(self._remembered("kernels", after))
 
     def end(self, buffer):
         return self._marked("kernels", super().end(buffer))
@@ -229,6 +266,32 @@ def test_with_all_waits_no_seed_goes_wrong(monkeypatch):
 def test_every_wait_is_needed(operation, kind, monkeypatch):
     monkeypatch.setattr(Forgetful, "forgets", (operation, kind))
     assert goes_wrong(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [
+        ("kernels", "copy in"),
+        ("kernels", "copy out"),
+        ("copy in", "kernels"),
+        ("copy in", "copy out"),
+        ("copy out", "kernels"),
+    ],
+)
+def test_every_wait_of_fill_outputs_is_needed(operation, kind, monkeypatch):
+    monkeypatch.setattr(Forgetful, "forgets", (operation, kind))
+    model = tiny_model("llama", torch.float32, num_hidden_layers=3)
+    settings = {"keep_fill_outputs": True, "activation_policy": "keep"}
+    expected = run(model, None, **settings)
+
+    def differs(seed):
+        monkeypatch.setattr(store, "make_tier", lambda device, pinned: Forgetful(seed, 2e-2))
+        try:
+            return not same(run(model, offload(gpu_budget=10**9), **settings), expected)
+        except RuntimeError as error:  # autograd saw an output change after it was saved
+            return "modified by an inplace operation" in str(error)
+
+    assert any(differs(seed) for seed in range(20))
 
 
 @pytest.mark.parametrize("content", ["keys", "gradients"])

@@ -12,10 +12,11 @@ import torch
 from oomb.cache import History
 from oomb.cache.pool import LayerShape
 from oomb.offload.history import OffloadedHistory
+from oomb.offload.outputs import HostOutputs
 from oomb.offload.residency import Residency
 from oomb.offload.store import OffloadStore
 
-__all__ = ["OffloadStore", "OffloadedHistory", "Residency", "make_history"]
+__all__ = ["HostOutputs", "OffloadStore", "OffloadedHistory", "Residency", "make_history"]
 
 
 def make_history(

@@ -37,11 +37,15 @@ class CudaTier:
         self._pinned = pinned
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def begin(self, buffer: torch.Tensor, after: Sequence[Done]) -> None:
+    def wait(self, after: Sequence[Done]) -> None:
         """See `Tier`."""
         stream = torch.cuda.current_stream(self._device)
         for done in after:
             stream.wait_event(done)
+
+    def begin(self, buffer: torch.Tensor, after: Sequence[Done]) -> None:
+        """See `Tier`."""
+        self.wait(after)
 
     def end(self, buffer: torch.Tensor) -> Done:
         """See `Tier`."""

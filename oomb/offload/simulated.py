@@ -43,12 +43,16 @@ class SimulatedTier:
         self._before: dict[int, torch.Tensor] = {}
         self._late: dict[int, Done] = {}
 
+    def wait(self, after: Sequence[Done]) -> None:
+        """See `Tier`."""
+        for done in after:
+            done.wait()
+
     def begin(self, buffer: torch.Tensor, after: Sequence[Done]) -> None:
         """See `Tier`."""
         if buffer.data_ptr() in self._late:  # kernels of one stream run in order
             self._late.pop(buffer.data_ptr()).wait()
-        for done in after:
-            done.wait()
+        self.wait(after)
         self._before[buffer.data_ptr()] = buffer.clone()
 
     def end(self, buffer: torch.Tensor) -> Done:

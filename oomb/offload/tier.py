@@ -26,6 +26,9 @@ class Tier(Protocol):
 
     name: str
 
+    def wait(self, after: Sequence[Done]) -> None:
+        """Kernels launched from now on come after all of these."""
+
     def begin(self, buffer: torch.Tensor, after: Sequence[Done]) -> None:
         """Kernels launched from now on may use a GPU buffer, once all of `after` has happened."""
 

@@ -78,7 +78,10 @@ def watch_attention(model: CausalLM) -> tuple[list[AttentionLayer], type]:
             )
         shape = LayerShape(heads=key.shape[1], dim=key.shape[3], dtype=key.dtype)
         window = _window(name, masks.get(id(mask)), keywords.get("sliding_window"), model)
-        layers.append(AttentionLayer(module, name, shape, float(scaling), window, float(dropout)))
+        heads = query.shape[1]
+        layers.append(
+            AttentionLayer(module, name, shape, heads, float(scaling), window, float(dropout))
+        )
         return query.transpose(1, 2)
 
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)

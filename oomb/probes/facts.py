@@ -17,6 +17,7 @@ class AttentionLayer:
         module: the attention module.
         name: its path in the model.
         shape: what its pages hold.
+        query_heads: heads of its queries and outputs.
         scale: factor on q . k.
         window: sliding window in tokens, or None.
         dropout: probability with which it drops attention weights in training.
@@ -25,6 +26,7 @@ class AttentionLayer:
     module: nn.Module
     name: str
     shape: LayerShape
+    query_heads: int
     scale: float
     window: int | None
     dropout: float
