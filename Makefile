@@ -70,6 +70,9 @@ $(VENV)/%.stamp: pyproject.toml | $(VENV)/torch.stamp
 	@# The torch that is there is named again, so that nothing can replace it by a CUDA build.
 	@$(BIN)/python -m pip install -q -e '.[$*]' \
 	  "$$($(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))')"
+	@# A folder named oomb in the current one would be taken for the package otherwise.
+	@echo "$(CURDIR)" > "$$($(BIN)/python -c 'import sysconfig; \
+	  print(sysconfig.get_path("purelib"))')/oomb_checkout.pth"
 	@# JupyterLab would otherwise greet a learner with a question about news.
 	@test $* != lab || $(BIN)/jupyter labextension disable \
 	  @jupyterlab/apputils-extension:announcements >/dev/null 2>&1

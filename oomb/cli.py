@@ -153,10 +153,16 @@ def bench_step(
     chunk: Annotated[int | None, typer.Option(help="Tokens computed at once.")] = None,
     page: Annotated[int | None, typer.Option(help="Tokens of one K/V page.")] = None,
     policy: Annotated[str, typer.Option(help="keep, selective or layer.")] = "selective",
-    grad_dtype: Annotated[str, typer.Option(help="Of the engine's gradients.")] = "fp32",
-    page_grad_dtype: Annotated[str, typer.Option(help="Of gradients in pages.")] = "fp32",
-    live_chunks: Annotated[int, typer.Option(help="As in EngineConfig.")] = 1,
-    keep_fill_outputs: Annotated[bool, typer.Option(help="As in EngineConfig.")] = False,
+    grad_dtype: Annotated[
+        str, typer.Option(help="Of the engine's weight gradients: bf16, fp16, fp32 or fp64.")
+    ] = "fp32",
+    page_grad_dtype: Annotated[str, typer.Option(help="Of gradients in pages; the same.")] = "fp32",
+    live_chunks: Annotated[
+        int, typer.Option(help="Chunks whose activations stay alive; above 1 with --policy keep.")
+    ] = 1,
+    keep_fill_outputs: Annotated[
+        bool, typer.Option(help="Keep the fill's attention outputs for the sweep.")
+    ] = False,
     backend: Annotated[str, typer.Option(help="auto, or an attention backend.")] = "auto",
     accumulate: Annotated[
         str, typer.Option(help="How triton adds to page gradients: owner or atomic.")

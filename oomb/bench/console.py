@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from rich.console import Console
 
+TABLE_WIDTH = 150
+"""Columns of the widest table; a narrower terminal wraps its lines, and every number is there."""
 FILE_WIDTH = 200
 
 
 def make_console() -> Console:
-    """As wide as the terminal; in a file, wide enough for every table."""
+    """As wide as the terminal but never too narrow for a table; in a file, wider still."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=FILE_WIDTH)
+    width = max(TABLE_WIDTH, console.width) if console.is_terminal else FILE_WIDTH
+    return Console(highlight=False, width=width)

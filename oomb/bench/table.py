@@ -8,41 +8,44 @@ from typing import Any
 
 
 def step_table(reports: list[Path]) -> str:
-    """Markdown of files that `oomb bench step` wrote, both sides measured: a row per length."""
+    """Markdown of files that `oomb bench step` wrote, both sides measured: rows by length."""
     lines = [
-        "| tokens | transformers: tokens/s, GiB | OOMB: tokens/s, GiB | chunks, gradients |",
-        "| ---: | ---: | ---: | --- |",
+        "| tokens | transformers tokens/s | GiB | OOMB tokens/s | GiB | ratio | chunk, settings |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
+    found = []
     for report in map(json.loads, map(Path.read_text, reports)):
         settings = _settings(report["settings"])
-        for row in report["rows"]:
-            theirs = row["transformers"]
-            left = theirs.get("failed") or _speed_and_memory(theirs)
-            ours = _beside(row["oomb"], theirs)
-            lines.append(f"| {row['tokens']:,} | {left} | {ours} | {settings} |")
+        found += [(row["tokens"], _cells(row), settings) for row in report["rows"]]
+    for tokens, cells, settings in sorted(found, key=lambda each: each[0]):
+        lines.append("| " + " | ".join([f"{tokens:,}", *cells, settings]) + " |")
     return "\n".join(lines)
 
 
 def _settings(settings: dict[str, Any]) -> str:
-    found = [f"{settings['chunk']:,}, {settings['grad_dtype']}"]
+    """What the engine was told beside the length: its chunk, and what differs from the defaults."""
+    found = [f"{settings['chunk']:,}"]
     live = settings.get("live_chunks", 1)
-    if live > 1:
-        found.append(f"`live_chunks={live}`")
-    if settings["keep_fill_outputs"]:
-        found.append("`keep_fill_outputs`")
-    if settings["page_grad_dtype"] != "fp32":
-        found.append(f"{settings['page_grad_dtype']} page gradients")
+    found += [f"`live_chunks={live}`"] if live > 1 else []
+    found += ["`keep_fill_outputs`"] if settings["keep_fill_outputs"] else []
+    low = [
+        name
+        for name, key in (("weight", "grad_dtype"), ("page", "page_grad_dtype"))
+        if settings[key] != "fp32"
+    ]
+    found += [f"bf16 {' and '.join(low)} gradients"] if low else []
     return ", ".join(found)
 
 
-def _beside(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Our side, and how many times as fast as theirs it is."""
-    if "failed" in ours:
-        return ours["failed"]
-    if "failed" in theirs:
-        return _speed_and_memory(ours)
-    return f"{_speed_and_memory(ours)} ({ours['tokens_per_s'] / theirs['tokens_per_s']:.2f} x)"
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Speed and memory of both sides, and how many times as fast ours is."""
+    ours, theirs = row["oomb"], row["transformers"]
+    both = "failed" not in ours and "failed" not in theirs
+    ratio = f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}" if both else ""
+    return [*_speed_and_memory(theirs), *_speed_and_memory(ours), ratio]
 
 
-def _speed_and_memory(run: dict[str, Any]) -> str:
-    return f"{run['tokens_per_s']:,.0f}, {run['peak_gib']:.1f}"
+def _speed_and_memory(run: dict[str, Any]) -> list[str]:
+    if "failed" in run:
+        return [run["failed"], ""]
+    return [f"{run['tokens_per_s']:,.0f}", f"{run['peak_gib']:.1f}"]
