@@ -163,6 +163,11 @@ def bench_step(
     keep_fill_outputs: Annotated[
         bool, typer.Option(help="Keep the fill's attention outputs for the sweep.")
     ] = False,
+    offload: Annotated[bool, typer.Option(help="Let pages live in host memory.")] = False,
+    gpu_budget: Annotated[
+        float, typer.Option(help="GiB of pages that stay on the GPU with --offload.")
+    ] = 0.0,
+    ring_depth: Annotated[int, typer.Option(help="GPU buffers of --offload's ring.")] = 3,
     backend: Annotated[str, typer.Option(help="auto, or an attention backend.")] = "auto",
     accumulate: Annotated[
         str, typer.Option(help="How triton adds to page gradients: owner or atomic.")
@@ -199,6 +204,7 @@ def bench_step(
                 shape=shape, layers=layers, lengths=lengths, chunk=chunk, page=page, policy=policy,
                 grad_dtype=grad_dtype, page_grad_dtype=page_grad_dtype,
                 live_chunks=live_chunks, keep_fill_outputs=keep_fill_outputs,
+                offload=offload, gpu_budget=gpu_budget, ring_depth=ring_depth,
                 backend=backend, accumulate=accumulate,
                 liger=liger, sample=sample, seconds=seconds, warmup=warmup, split=split,
                 device=device, out=out,

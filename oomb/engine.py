@@ -97,6 +97,11 @@ class Engine:
         names += ["cross_entropy"] if self._installed.linear_head is not None else []
         return tuple(dict.fromkeys(names))
 
+    @property
+    def host_memory(self) -> int:
+        """Bytes of host memory held for pages; they are kept from step to step."""
+        return self._store.nbytes if self._store is not None else 0
+
     def close(self) -> None:
         """Give the model back as it was. Gradients stay the user's. Closing twice is allowed.
 

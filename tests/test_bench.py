@@ -467,6 +467,17 @@ def test_bench_step_prints_and_writes(tmp_path, in_this_process):
     assert theirs["computed_flops"]["linear"] == checkpointed(sizes, 48).linear
 
 
+def test_bench_step_offloads(tmp_path, in_this_process):
+    path = tmp_path / "step.json"
+    result = invoke(*TINY_RUN, "--offload", "--keep-fill-outputs", "--out", path)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["agrees"] is True and row["oomb"]["host_gib"] > 0 == row["transformers"]["host_gib"]
+    assert "- + 0.0 host" in result.stdout
+    result = invoke(*TINY_RUN, "--gpu-budget", 2)
+    assert result.exit_code == 2 and "add --offload, or leave it out" in result.output
+
+
 def test_out_of_memory_is_a_result(tmp_path, in_this_process, monkeypatch):
     def full(side, tokens, **_):
         if isinstance(side, OurSide):

@@ -46,6 +46,7 @@ def measure_length(
         "tokens_per_s": tokens * len(times) / sum(times),
         "step_seconds": times,
         "peak_gib": peak_gib(device),
+        "host_gib": side.host_bytes() / 2**30,
         "loss": float(loss),
         "grad_norm": _grad_norm(side.model),
     }

@@ -26,6 +26,7 @@ DEFAULTS = {
     "cuda": {"lengths": "16384,32768", "chunk": 4096, "page": 128, "dtype": "bf16"},
     "cpu": {"lengths": "256,512", "chunk": 64, "page": 16, "dtype": "fp32"},
 }
+GIB = 2**30
 GRAD_DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
@@ -43,6 +44,9 @@ class StepOptions:
     page_grad_dtype: str = "fp32"
     live_chunks: int = 1
     keep_fill_outputs: bool = False
+    offload: bool = False
+    gpu_budget: float = 0.0
+    ring_depth: int = 3
     backend: str = "auto"
     accumulate: str = "owner"
     liger: bool = True
@@ -67,6 +71,8 @@ class StepSettings:
         dtype: of the model.
         grad_dtype, page_grad_dtype: of the engine.
         live_chunks, keep_fill_outputs: of the engine.
+        offload: whether pages may live on the host.
+        gpu_budget, ring_depth: of the engine's offloading; the budget in GiB.
         backend: attention backend of the engine.
         accumulate: how the backend `triton` adds to page gradients.
         liger: whether both sides use Liger's kernels.
@@ -88,6 +94,9 @@ class StepSettings:
     page_grad_dtype: str
     live_chunks: int
     keep_fill_outputs: bool
+    offload: bool
+    gpu_budget: float
+    ring_depth: int
     backend: str
     accumulate: str
     liger: bool
@@ -107,10 +116,17 @@ class StepSettings:
             page_grad_dtype=DTYPES[self.page_grad_dtype],
             live_chunks=self.live_chunks,
             keep_fill_outputs=self.keep_fill_outputs,
+            offload=self._offload(),
             attention_backend=self.backend,
             accumulate=self.accumulate,
             fused_kernels="auto" if self.liger else "off",
         )
+
+    def _offload(self) -> oomb.OffloadConfig | None:
+        if not self.offload:
+            return None
+        budget = round(self.gpu_budget * GIB)
+        return oomb.OffloadConfig(gpu_budget=budget, ring_depth=self.ring_depth)
 
     def sizes(self) -> LayerSizes:
         """What FLOPs are counted from."""
@@ -168,6 +184,9 @@ def check(options: StepOptions) -> StepSettings:
         page_grad_dtype=choose("--page-grad-dtype", options.page_grad_dtype, GRAD_DTYPES),
         live_chunks=options.live_chunks,
         keep_fill_outputs=options.keep_fill_outputs,
+        offload=options.offload,
+        gpu_budget=options.gpu_budget,
+        ring_depth=options.ring_depth,
         backend=options.backend,
         accumulate=options.accumulate,
         liger=options.liger,
@@ -177,6 +196,11 @@ def check(options: StepOptions) -> StepSettings:
         split=options.split,
         device=device,
     )
+    if not settings.offload and settings.gpu_budget:
+        raise InputError(
+            f"--gpu-budget {settings.gpu_budget:g} says what stays on the GPU with --offload: add "
+            "--offload, or leave it out."
+        )
     try:
         settings.engine_config()
     except ValueError as error:

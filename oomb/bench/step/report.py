@@ -101,12 +101,18 @@ def _cells(row: dict[str, Any], name: str) -> list[str]:
     return [
         ("~" if "estimated" in figures else "") + f"{figures['tokens_per_s']:,.0f}",
         ratio,
-        "-" if figures["peak_gib"] is None else f"{figures['peak_gib']:.1f}",
+        _memory(figures),
         str(len(figures["step_seconds"])),
         *("-" if figures[each] is None else f"{figures[each]:.5g}" for each in APART),
         agree,
         *(f"{figures[share]:.1%}" if share in figures else "-" for share in SHARES),
     ]
+
+
+def _memory(figures: dict[str, Any]) -> str:
+    peak = "-" if figures["peak_gib"] is None else f"{figures['peak_gib']:.1f}"
+    host = figures.get("host_gib")
+    return f"{peak} + {host:.1f} host" if host else peak
 
 
 def _plain(value: Any) -> str:

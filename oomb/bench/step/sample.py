@@ -39,8 +39,7 @@ def sample_length(side: OurSide, ids: torch.Tensor) -> dict[str, Any]:
     batch, plan, attention = engine._prepare(ids, None, None, None, None, None)
     ledger = GradientLedger(engine._trained, engine.config.grad_dtype, restore=False)
     reset_peak(ids.device)
-    with engine._work(ledger):
-        passes = Passes(engine._installed, engine.config, batch, plan, attention, step=0)
+    with engine._work(ledger), engine._passes(batch, plan, attention, step=0) as passes:
         _write_random_pages(passes, plan.chunks)
         filled = plan.chunks[:-1]
         fills = {c.index: _time(passes, passes.fill, c, ids.device) for c in _spread(filled)}
@@ -55,6 +54,7 @@ def sample_length(side: OurSide, ids: torch.Tensor) -> dict[str, Any]:
         "fill_seconds": fills,
         "sweep_seconds": sweeps,
         "peak_gib": peak_gib(ids.device),
+        "host_gib": side.host_bytes() / 2**30,
         "loss": None,
         "grad_norm": None,
     }

@@ -35,6 +35,9 @@ class Side(Protocol):
     def run(self, ids: torch.Tensor) -> torch.Tensor:
         """Forward and backward over ids [1, N]; returns the loss."""
 
+    def host_bytes(self) -> int:
+        """Host memory held for pages."""
+
     def computed(self, tokens: int) -> StepFlops:
         """Operations of a step."""
 
@@ -56,6 +59,10 @@ class OurSide:
     def run(self, ids: torch.Tensor) -> torch.Tensor:
         """See `Side`."""
         return self.engine.step(ids).loss
+
+    def host_bytes(self) -> int:
+        """See `Side`."""
+        return self.engine.host_memory
 
     def computed(self, tokens: int) -> StepFlops:
         """See `Side`."""
@@ -102,6 +109,10 @@ class TheirSide:
             loss = self.model(input_ids=ids, labels=ids, use_cache=False, return_dict=True).loss
             loss.backward()
         return loss.detach()
+
+    def host_bytes(self) -> int:
+        """See `Side`."""
+        return 0
 
     def computed(self, tokens: int) -> StepFlops:
         """See `Side`."""
