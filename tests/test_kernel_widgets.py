@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 
 import oomb_widgets as show
+from oomb.bench import ladder
 from oomb_assets import results_dir
 from oomb_widgets import judge
 
@@ -20,7 +22,8 @@ def test_the_right_count_of_programs_passes():
     verdict = judge("programs", right)
     assert verdict.passed
     assert right(128, 64, 2, 128) == 2  # what the notebook says of the shipped tile
-    assert right(128, 64, 3, 128) == 1
+    assert right(128, 64, 3, 128) == 1  # of the rung before it
+    assert right(64, 64, 3, 128) == 2  # and of the third
 
 
 @pytest.mark.parametrize(
@@ -57,3 +60,10 @@ def test_the_page_table_is_drawn_and_told():
         == "The page table of 2 pages in a pool of 3: page 0 in slot 2, page 1 in slot 0."
     )
     assert picture.png[:4] == b"\x89PNG"
+
+
+def test_the_ladders_shipped_tiles_are_those_of_the_kernels():
+    configs = pytest.importorskip("oomb.attention.impl.triton.configs", reason="needs Triton")
+    for kernel in configs.KERNELS:
+        tile = configs.tiles(kernel, configs.HOPPER, torch.bfloat16, ladder.HEAD_DIM)[0]
+        assert (tile.queries, tile.keys, tile.warps, tile.stages) == ladder.SHIPPED[kernel]

@@ -2,7 +2,9 @@
 
 import ast
 import base64
+import functools
 import io
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from PIL import Image
 nbformat = pytest.importorskip("nbformat", reason="needs Jupyter, of the extra 'test'")
 from nbformat.v4 import new_code_cell, new_notebook, new_output  # noqa: E402
 
+from oomb_assets import results_dir  # noqa: E402
 from oomb_widgets.execute_notebooks import execute, main, strip  # noqa: E402
+from oomb_widgets.verdict import NOT_YET  # noqa: E402
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = ["00_start_here", "02_chunk_recurrence", "04_kernels"]
@@ -22,6 +26,11 @@ LIMIT = 300_000  # bytes of a committed notebook
 
 def _read(name):
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+@functools.cache
+def _execute(name):
+    return execute(FOLDER / f"{name}.ipynb", timeout=300)
 
 
 @pytest.fixture(params=NAMES)
@@ -39,7 +48,7 @@ def _pictures(notebook):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_and_shows_the_committed_pictures(name):
-    fresh = execute(FOLDER / f"{name}.ipynb", timeout=300)
+    fresh = _execute(name)
     assert not [o for o in _outputs(fresh) if o.output_type == "error"]
     # The sentences hold measured numbers, which differ between machines; what is drawn does not.
     assert [_kind(o) for o in _pictures(fresh)] == [_kind(o) for o in _pictures(_read(name))]
@@ -47,6 +56,55 @@ def test_a_notebook_runs_and_shows_the_committed_pictures(name):
 
 def _kind(picture):
     return re.split(r"[\d.:]", picture.data["text/plain"])[0]
+
+
+def _printed(notebook):
+    return "".join(o.get("text", "") for o in _outputs(notebook))
+
+
+@pytest.mark.parametrize("which", [_read, _execute], ids=["committed", "executed"])
+def test_the_engine_costs_what_notebook_02_says(which):
+    """At most one forward more than ordinary training's three units; `selective` a little more."""
+    text = _printed(which("02_chunk_recurrence"))
+    keep, selective = (
+        float(re.search(rf"^engine, {policy} +([\d.]+)$", text, re.MULTILINE)[1])
+        for policy in ("keep", "selective")
+    )
+    assert 1.1 < keep < 1.34
+    assert keep < selective < 1.67
+
+
+@pytest.mark.parametrize("which", [_read, _execute], ids=["committed", "executed"])
+def test_owners_add_the_same_bits_twice(which):
+    text = _printed(which("04_kernels"))
+    assert "owner, twice: same bits True" in text
+    assert re.search(r"atomic, twice: same bits (True|False)\n", text)  # a GPU's need not agree
+
+
+def test_notebook_04_repeats_the_recorded_ladder():
+    ladder = json.loads((results_dir() / "kernel_ladder_h200.json").read_text())
+    forward = [rung for rung in ladder["rungs"] if rung["way"] == "forward"]
+    solution = next(c.source for c in _read("04_kernels").cells if c.id == "kernels-32")
+    for rung in forward[2:]:
+        row = next(x for x in solution.splitlines() if x.startswith(f"| {rung['name']} |"))
+        assert row.endswith(f"| {rung['tflops']:.0f} |")
+
+
+def test_every_unanswered_exercise_has_the_dots_that_its_message_names(committed):
+    exercises = [c for c in committed.cells if c.cell_type == "code" and "\ncheck(" in c.source]
+    assert exercises
+    for cell in exercises:
+        assert ": ..." in cell.source
+        assert cell.outputs[0].text == f"{NOT_YET}\n"
+
+
+def test_notebooks_link_one_another():
+    linked = {name: "".join(c.source for c in _read(name).cells) for name in NAMES}
+    assert "(04_kernels.ipynb)" in linked["00_start_here"]
+    assert "(04_kernels.ipynb)" in linked["02_chunk_recurrence"]
+    for name, text in linked.items():
+        for target in re.findall(r"\]\(([^)#:]+\.ipynb)\)", text):
+            assert (FOLDER / target).is_file(), f"{name} links {target}"
 
 
 def test_every_notebook_is_tested():

@@ -51,7 +51,7 @@ def kernel_ladder(report: Mapping[str, Any], way: str, guess: float | None = Non
     Args:
         report: What `oomb.bench.ladder` wrote.
         way: forward or backward.
-        guess: TFLOP/s that the reader guessed for the last rung.
+        guess: TFLOP/s that the reader guessed for one of the rungs.
 
     Returns:
         A bar for each rung.

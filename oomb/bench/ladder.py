@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -70,15 +70,15 @@ RUNGS = (
     ),
     Rung(
         FORWARD, "128 queries, 8 warps",
-        "Each tile of K and V serves twice the queries, but two groups of warps now wait for "
-        "each other.",
+        "Each tile of K and V serves twice the queries, but a program takes 128 KiB of shared "
+        "memory, so that one fits a multiprocessor; 64 queries take 112 KiB, and two fit.",
         (128, 64, 8, 3),
     ),
     Rung(
         FORWARD, "128 queries on 4 warps, 2 stages",
-        "A program needs 96 KiB of shared memory, so two share a multiprocessor and one's softmax "
-        "runs under the other's products: no faster here than 64 queries, but 579 against 531 "
-        "TFLOP/s in a causal square of 32,768.",
+        "A program takes 96 KiB, so that two share a multiprocessor again and one's softmax can "
+        "run under the other's products: it regains most of what the rung above lost, and is "
+        "level with 64 queries.",
     ),
     Rung(
         BACKWARD, "atomic additions, fp32",
@@ -87,7 +87,8 @@ RUNGS = (
     ),
     Rung(
         BACKWARD, "atomic additions, bf16",
-        "Half the bytes, and a rounding at every addition: as the paper has it.",
+        "Half the bytes, and a rounding at every addition: as the OOMB paper (arXiv 2602.02108) "
+        "has it.",
         (64, 64, 4, 2), atomic=torch.bfloat16,
     ),
     Rung(
@@ -242,6 +243,14 @@ def _relative(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.float() - truth.float()).norm() / truth.float().norm())
 
 
+# What the rungs without a tile of their own ran: the first entries of `configs.py` on Hopper.
+SHIPPED = {
+    "attend": (128, 64, 4, 2),
+    "key_grads": (64, 128, 8, 3),
+    "query_grads": (128, 128, 8, 2),
+}
+
+
 def render(report: dict[str, Any]) -> str:
     """`ladder.md` from a report."""
     lines = [
@@ -251,22 +260,46 @@ def render(report: dict[str, Any]) -> str:
         f"{HEADS} query and {KV_HEADS} key/value heads of {HEAD_DIM}, bf16, on one "
         f"{report['gpu']}, {report['date']}, torch {report['torch']}, triton {report['triton']}: "
         f"`{report['command']}`.",
-        f"A matrix product of 8192^3 runs at {report['ceiling']:.0f} TFLOP/s there. The backward "
-        "counts 2.5 times the forward's operations, though ours does 3.5.",
+        "",
+        f"A matrix product of 8192^3 runs at {report['ceiling']:.0f} TFLOP/s there. The column "
+        "*of the product* is a rung's TFLOP/s divided by those: at 50% it takes twice the time "
+        "that the operations counted would take at that rate. The backward counts 2.5 times the "
+        "forward's operations (five products instead of two), whatever a kernel does; with owners, "
+        "ours does 3.5 times (seven), so that its matrix units do 7/5 of what is shown.",
+        "",
+        "A tile is queries x keys, warps, stages (tiles of keys, or of queries, on their way from "
+        "memory at a time). The rung in bold ships, for history that no mask cuts; masks take "
+        "smaller tiles, see `configs.py`.",
     ]
     why = {(rung.way, rung.name): rung.why for rung in RUNGS}
     for way in (FORWARD, BACKWARD):
-        lines += ["", f"## {way.capitalize()}", "", "| rung | TFLOP/s | of the product | why |"]
-        lines += ["| --- | ---: | ---: | --- |"]
+        lines += ["", f"## {way.capitalize()}", ""]
+        lines += ["| rung | tile | TFLOP/s | of the product | why |"]
+        lines += ["| --- | --- | ---: | ---: | --- |"]
         for rung in report["rungs"]:
             if rung["way"] == way:
                 reason = why[way, rung["name"]]
-                cells = (f"{rung['tflops']:.0f}", f"{rung['share']:.0%}", reason)
-                lines.append(f"| {rung['name']} | " + " | ".join(cells) + " |")
+                name = rung["name"] if rung["tile"] else f"**{rung['name']}** (ships)"
+                speed = f"{rung['tflops']:.0f} | {rung['share']:.0%}"
+                lines.append(f"| {name} | {_tiles(rung)} | {speed} | {reason} |")
         for name, tflops in report["beside"].items():
             share = tflops[way] / report["ceiling"]
-            lines.append(f"| {name} | {tflops[way]:.0f} | {share:.0%} | The vendor's kernel. |")
+            lines.append(f"| {name} | | {tflops[way]:.0f} | {share:.0%} | The vendor's kernel. |")
     return "\n".join(lines) + "\n"
+
+
+def _tiles(rung: dict[str, Any]) -> str:
+    """A recorded rung's tile in words; the backward that ships has one for each of its kernels."""
+
+    def said(tile: Sequence[int]) -> str:
+        queries, keys, warps, stages = tile
+        return f"{queries} x {keys}, {warps}, {stages}"
+
+    if rung["tile"]:
+        return said(rung["tile"])
+    if rung["way"] == FORWARD:
+        return said(SHIPPED["attend"])
+    return f"keys' {said(SHIPPED['key_grads'])}; queries' {said(SHIPPED['query_grads'])}"
 
 
 def main(arguments: list[str] | None = None) -> int:
