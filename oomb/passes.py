@@ -40,8 +40,7 @@ from oomb.probes import is_watched, router_settings
 from oomb.profiling.stage import Place, place, stage
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, Phase
-
-MAX_SEGMENT_TOKENS = 32768
+from oomb.segments import segment_pages
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Passes:
             store,
             pages_per_row=plan.pages_per_row,
             page_size=config.page_size,
-            segment_pages=_segment_pages(config, plan),
+            segment_pages=segment_pages(config, plan.pages_per_row),
             page_grad_dtype=config.page_grad_dtype,
             gradients=step is not None,
             device=self._device,
@@ -388,25 +387,3 @@ class Passes:
 
     def _real(self, chunk: Chunk) -> torch.Tensor | None:
         return self._columns.real_tokens(chunk.start, chunk.stop)
-
-
-def _segment_pages(config: EngineConfig, plan: ChunkPlan) -> int:
-    """As configured, else as `_long_segment` says; a short sequence gets no more than it needs."""
-    wanted = config.segment_pages or _long_segment(config, plan)
-    return max(1, min(wanted, max(plan.pages_per_row)))
-
-
-def _long_segment(config: EngineConfig, plan: ChunkPlan) -> int:
-    """Pages of the longest segment that leaves at most a chunk, or an eighth, of the pool empty.
-
-    Long segments run attention kernels at their full rate and are rarely merged. Whole chunks give
-    few shapes: history grows by a chunk at a time.
-    """
-    chunk = config.chunk_size // config.page_size
-    most = max(chunk, MAX_SEGMENT_TOKENS // config.page_size)
-
-    def pool(segment: int) -> int:
-        return sum(-(-pages // segment) * segment for pages in plan.pages_per_row)
-
-    allowed = pool(chunk) + max(chunk, pool(chunk) // 8)
-    return max(size for size in range(chunk, most + 1, chunk) if pool(size) <= allowed)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 if not torch.cuda.is_available():
     # Before any kernel is defined: without a GPU, Triton's kernels run in its interpreter.
@@ -42,6 +43,8 @@ def uninitialised_memory_shows() -> Iterator[None]:
     torch's own switch (torch.utils.deterministic.fill_uninitialized_memory) works only together
     with deterministic algorithms, which would test other kernels than the ones people run.
     """
+    # `with torch.device("meta")` remembers which functions take a device: let it be the real ones.
+    _device_constructors()
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
             (torch, "empty"),

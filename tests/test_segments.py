@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from oomb.chunking import plan_chunks
 from oomb.config import EngineConfig
-from oomb.passes import MAX_SEGMENT_TOKENS, _segment_pages
+from oomb.segments import MAX_SEGMENT_TOKENS, segment_pages
 
 PAGE = 128
 
@@ -15,7 +15,9 @@ def segment_tokens(lengths, chunk_size=4096, documents=None, **settings):
     config = EngineConfig(chunk_size=chunk_size, page_size=PAGE, **settings)
     documents = documents or [[0]] * len(lengths)
     plan = plan_chunks(lengths, documents, chunk_size=chunk_size, page_size=PAGE)
-    return _segment_pages(config, plan) * PAGE, [pages * PAGE for pages in plan.pages_per_row]
+    return segment_pages(config, plan.pages_per_row) * PAGE, [
+        pages * PAGE for pages in plan.pages_per_row
+    ]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Residency:
         slots: int,
         tokens_per_slot: int,
         page_grad_dtype: torch.dtype | None,
-        gpu_budget: int,
+        gpu_budget: int | None,
         ring_depth: int,
     ) -> Residency:
         """Decide.
@@ -49,7 +49,8 @@ class Residency:
             slots: of the whole batch.
             tokens_per_slot: tokens of a segment.
             page_grad_dtype: as configured; None where there are no page gradients.
-            gpu_budget: bytes for pages and ring on the GPU; 0 asks for as few as possible.
+            gpu_budget: bytes for pages and ring on the GPU; 0 asks for as few as possible, None
+                has all there.
             ring_depth: buffers of the ring.
 
         Returns:
@@ -68,7 +69,7 @@ class Residency:
             for layer, dtype in zip(layers, grad_dtypes, strict=bool(grad_dtypes))
         ]
         per_slot = sum(keys) + sum(grads)
-        if slots * per_slot <= gpu_budget:
+        if gpu_budget is None or slots * per_slot <= gpu_budget:
             return cls(slots, 0, keys, grads, 0)
         ring = (ring_depth + STAGING_BUFFERS) * max(keys) + ring_depth * max(grads, default=0)
         if 0 < gpu_budget < ring:

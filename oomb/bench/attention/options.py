@@ -19,7 +19,7 @@ from oomb.bench.inputs import (
     numbers,
     words,
 )
-from oomb.passes import MAX_SEGMENT_TOKENS
+from oomb.segments import MAX_SEGMENT_TOKENS
 
 RECTANGLES = {"cuda": (4096, "8192,32768,131072"), "cpu": (128, "256,1024")}
 SQUARES = {"cuda": "32768", "cpu": "256"}

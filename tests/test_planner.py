@@ -1,0 +1,174 @@
+"""The plan is what was measured, and what the engine takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_model
+from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen2Config
+from typer.testing import CliRunner
+
+import oomb
+from oomb.bench.models import QWEN2_7B
+from oomb.cli import app
+from oomb.planner import GIB, Machine, ModelSizes, changes, longest_context, plan_step
+from oomb_assets import demo_model_dir
+
+RESULTS = Path(__file__).parent.parent / "assets" / "results"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+STEPS = sorted(RESULTS.glob("step_*h200.json"))
+H200 = Machine("H200", round(139.8 * GIB), 128 * GIB)
+
+
+@pytest.fixture(scope="module")
+def seven_billion():
+    return ModelSizes.of(Qwen2Config(**QWEN2_7B), torch.bfloat16)
+
+
+def measured():
+    for path in STEPS:
+        report = json.loads(path.read_text())
+        for row in report["rows"]:
+            yield report["settings"], row["tokens"], row["oomb"]["peak_gib"]
+
+
+def test_the_peaks_are_those_measured_on_an_h200(seven_billion):
+    found = list(measured())
+    assert len(found) >= 7
+    for settings, tokens, peak in found:
+        config = oomb.EngineConfig(
+            chunk_size=settings["chunk"],
+            page_size=settings["page"],
+            activation_policy=settings["policy"],
+            grad_dtype=DTYPES[settings["grad_dtype"]],
+            page_grad_dtype=DTYPES[settings["page_grad_dtype"]],
+            keep_fill_outputs=settings["keep_fill_outputs"],
+            live_chunks=settings.get("live_chunks", 1),
+        )
+        planned = plan_step(seven_billion, config, tokens).gpu_peak / GIB
+        assert planned == pytest.approx(peak, rel=0.02), (settings, tokens)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sizes_are_the_models(tied):
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied,
+    )  # fmt: skip
+    sizes = ModelSizes.of(config, torch.float32)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert sizes.trained == sum(p.numel() for p in model.parameters())
+    assert sizes.layers[0].heads == 2 and sizes.layers[0].dim == 16 and len(sizes.layers) == 3
+    # Input, residual and both normed; attention's output; q, k, v, gate, up; the gated product.
+    assert sizes.saved == 4 * 32 + 64 + (64 + 32 + 32 + 48 + 48) + 48
+
+
+def test_other_families_have_sizes():
+    sizes = ModelSizes.of(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=97), torch.float32)
+    assert sizes.layers[0].heads == 4 and sizes.layers[0].dim == 8
+    assert sizes.saved >= 4 * 32
+
+
+@pytest.mark.parametrize("budget", [0, 40_000, 10**9])
+@pytest.mark.parametrize("outputs", [False, True])
+def test_pages_are_what_the_engine_takes(budget, outputs):
+    """To the byte, on both tiers."""
+    model = tiny_model("llama", torch.float32)
+    config = oomb.EngineConfig(
+        chunk_size=12,
+        page_size=4,
+        segment_pages=2,
+        keep_fill_outputs=outputs,
+        offload=oomb.OffloadConfig(gpu_budget=budget),
+    )
+    plan = plan_step(ModelSizes.of(model.config, torch.float32), config, 60)
+    with oomb.Engine(model, config) as engine:
+        steps = engine.iter_step(torch.zeros(1, 60, dtype=torch.int64))
+        states = [next(steps) for _ in range(5)]
+        assert engine.host_memory == plan.host_total
+        steps.close()
+    alive = states[-2].bytes_alive  # the fill has ended
+    assert alive["kv_pages"] == plan.gpu["K/V pages"]
+    assert alive.get("host_kv_pages", 0) == plan.host["K/V pages"]
+    assert alive.get("host_fill_outputs", 0) == plan.host["fill outputs"]
+    assert (plan.host["fill outputs"] > 0) == outputs
+
+
+@pytest.mark.parametrize("offload", [None, oomb.OffloadConfig()])
+def test_the_longest_context_is_the_last_that_fits(seven_billion, offload):
+    config = oomb.EngineConfig(offload=offload)
+    longest = longest_context(seven_billion, config, H200)
+    assert longest % 4096 == 0
+    assert plan_step(seven_billion, config, longest).fits(H200)
+    assert not plan_step(seven_billion, config, longest + 4096).fits(H200)
+    tiny = Machine("tiny", GIB, GIB)
+    assert longest_context(seven_billion, config, tiny) == 0
+
+
+def test_changes_fit(seven_billion):
+    config = oomb.EngineConfig(activation_policy="keep", live_chunks=2)
+    machine = Machine("80 GiB", 80 * GIB, 256 * GIB)
+    assert not plan_step(seven_billion, config, 131072).fits(machine)
+    found = changes(seven_billion, config, 131072, machine)
+    assert found and all(plan.fits(machine) for _, plan in found)
+    names = [name for name, _ in found]
+    assert "activation_policy='selective'" in names and "live_chunks=1" not in names
+
+
+def test_memory_on_the_gpu_does_not_grow_with_offload(seven_billion):
+    config = oomb.EngineConfig(offload=oomb.OffloadConfig())
+    peaks = {plan_step(seven_billion, config, n << 10).gpu_peak for n in (128, 256, 512, 1024)}
+    assert len(peaks) == 1
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, ["plan", *map(str, words)])
+
+
+def test_the_command_prints_and_says_what_to_change():
+    result = invoke("--gpu", 80, "--host", 300, "--context", 262144, "--policy", "keep")
+    assert result.exit_code == 1, result.output
+    assert "does not fit into 97% of the GPU's 80.0 GiB" in result.output
+    assert "it fits with offload=oomb.OffloadConfig()" in result.output
+    result = invoke("--gpu", 80, "--host", 300, "--context", 262144, "--offload", "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.output)
+    assert plan["fits"] and plan["gpu_peak"] == sum(plan["gpu"].values())
+    assert plan["longest_context"] >= 262144 and plan["host_total"] == sum(plan["host"].values())
+
+
+def test_the_command_reads_a_folder():
+    result = invoke(demo_model_dir(), "--gpu", 2, "--context", 16384, "--json")
+    assert result.exit_code == 0, result.output
+    config = AutoConfig.from_pretrained(demo_model_dir())
+    sizes = ModelSizes.of(config, torch.bfloat16)
+    assert json.loads(result.output)["gpu"]["weights"] == sizes.weights
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nowhere", "--gpu", 80), "must be qwen2-7b or a folder with a config.json"),
+        (("--gpu", 0), "--gpu must be more than 0 GiB, got 0.0"),
+        (("--gpu", "nan"), "--gpu must be more than 0 GiB, got nan"),
+        (("--gpu", 80, "--chunk", 100), "chunk_size must be a multiple of page_size"),
+        (("--gpu", 80, "--optimizer", "lion"), "--optimizer must be one of none, sgd"),
+        (("--gpu", 80, "--dtype", "int8"), "--dtype must be one of bf16"),
+        (("--gpu", 80, "--gpu-budget", 3), "add --offload"),
+        (("--gpu", 80, "--context", 0), "--context must be at least 1"),
+    ],
+)
+def test_bad_input_is_refused(words, said):
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_memory_must_be_said():
+    result = invoke()
+    assert result.exit_code == 2
+    assert "say how much memory it has, such as --gpu 80" in " ".join(result.output.split())
