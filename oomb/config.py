@@ -26,7 +26,8 @@ class OffloadConfig:
 
     Attributes:
         gpu_budget: bytes of GPU memory for pages, their gradients and the ring; the earliest pages,
-            which are read most, stay there. 0 keeps none: the least memory.
+            which are read most, stay there. 0 keeps none: the least memory. `auto` takes what the
+            GPU has left when a step begins, by the plan of `oomb plan`; on a CPU it is 0.
         host_budget: bytes of host memory at most; None takes up to what the system says is spare.
         ring_depth: GPU buffers of one segment each; one is computed with while others are copied.
         fill_outputs: outputs that `keep_fill_outputs` keeps go to the host too.
@@ -39,7 +40,7 @@ class OffloadConfig:
         ValueError: a field has a value that cannot work; the message says what would.
     """
 
-    gpu_budget: int = 0
+    gpu_budget: int | Literal["auto"] = 0
     host_budget: int | None = None
     ring_depth: int = 3
     fill_outputs: bool = True
@@ -47,7 +48,8 @@ class OffloadConfig:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gpu_budget", _int("gpu_budget", self.gpu_budget, least=0))
+        if self.gpu_budget != "auto":
+            object.__setattr__(self, "gpu_budget", _int("gpu_budget", self.gpu_budget, least=0))
         object.__setattr__(self, "ring_depth", _int("ring_depth", self.ring_depth, least=2))
         if self.host_budget is not None:
             object.__setattr__(self, "host_budget", _int("host_budget", self.host_budget, least=1))

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from oomb.installed import InstalledModel
 from oomb.loss import can_run
 from oomb.offload import OffloadStore
 from oomb.passes import LayerAttention, Passes
+from oomb.planner import Card, ModelSizes, page_budget, refuse_what_cannot_fit
 from oomb.probes import (
     compare_with_whole_run,
     find_linear_head,
@@ -296,7 +298,23 @@ class Engine:
                 device=self._model.device,
                 max_positions=self._facts.max_positions,
             )
+        if self._model.device.type == "cuda":
+            self._fit_to_card(max(batch.lengths), len(batch.lengths))
         return batch, self._plan(self.config, batch), self._attention(batch)
+
+    @cached_property
+    def _sizes(self) -> ModelSizes:
+        return ModelSizes.of_model(self._model.whole)
+
+    def _fit_to_card(self, context: int, rows: int) -> None:
+        """Give pages what the GPU has left, or refuse a step that cannot fit."""
+        card, config = Card.of(self._model.whole, self._model.device), self.config
+        if self._store is not None and config.offload is not None:
+            if config.offload.gpu_budget == "auto":
+                self._store.gpu_budget = page_budget(self._sizes, config, context, rows, card)
+            budget = replace(config.offload, gpu_budget=self._store.gpu_budget)
+            config = replace(config, offload=budget)
+        refuse_what_cannot_fit(self._sizes, config, context, rows, card)
 
     def _refuse_unless_ready(self) -> None:
         """Refuse to work when closed, when a step is under way, or on a model that has changed."""

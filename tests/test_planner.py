@@ -1,6 +1,7 @@
 """The plan is what was measured, and what the engine takes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,17 @@ from typer.testing import CliRunner
 import oomb
 from oomb.bench.models import QWEN2_7B
 from oomb.cli import app
-from oomb.planner import GIB, Machine, ModelSizes, changes, longest_context, plan_step
+from oomb.planner import (
+    GIB,
+    Card,
+    Machine,
+    ModelSizes,
+    changes,
+    longest_context,
+    page_budget,
+    plan_step,
+    refuse_what_cannot_fit,
+)
 from oomb_assets import demo_model_dir
 
 RESULTS = Path(__file__).parent.parent / "assets" / "results"
@@ -122,6 +133,50 @@ def test_memory_on_the_gpu_does_not_grow_with_offload(seven_billion):
     config = oomb.EngineConfig(offload=oomb.OffloadConfig())
     peaks = {plan_step(seven_billion, config, n << 10).gpu_peak for n in (128, 256, 512, 1024)}
     assert len(peaks) == 1
+
+
+@pytest.mark.parametrize("context", [65536, 262144, 1 << 20])
+def test_auto_fills_what_is_left(seven_billion, context):
+    """The step then takes nearly all of the card, or all of its pages are there."""
+    card = Card("H200", H200.gpu, 5 * GIB)
+    config = oomb.EngineConfig(offload=oomb.OffloadConfig(gpu_budget="auto"))
+    budget = page_budget(seven_billion, config, context, 1, card)
+    filled = replace(config, offload=oomb.OffloadConfig(gpu_budget=budget))
+    plan = plan_step(seven_billion, filled, context)
+    room = 0.97 * card.total - card.taken
+    assert plan.gpu_peak <= room
+    slot = 32768 * 57344 * 3
+    assert plan.gpu_peak > room - slot or not plan.host_total
+    refuse_what_cannot_fit(seven_billion, filled, context, 1, card)
+    full = Card("H200", H200.gpu, 100 * GIB)
+    assert page_budget(seven_billion, config, context, 1, full) == 0
+
+
+def test_what_cannot_fit_is_refused_with_numbers(seven_billion):
+    card = Card("H200", H200.gpu, GIB)
+    with pytest.raises(
+        ValueError,
+        match=r"1 x 1,048,576 tokens needs 211.* GiB of GPU.*"
+        r"\(weights 14.2, weight gradients 28.4, K/V pages 56.0, page gradients "
+        r"112.0, other tensors and programs 1.0\), but H200 has 139.8; use "
+        r"offload=oomb.OffloadConfig\(\), which puts 168.0 GiB on the host",
+    ):
+        refuse_what_cannot_fit(seven_billion, oomb.EngineConfig(), 1 << 20, 1, card)
+    refuse_what_cannot_fit(seven_billion, oomb.EngineConfig(), 1 << 18, 1, card)
+    with pytest.raises(ValueError, match="see `oomb plan`"):
+        full = Card("small", 20 * GIB, 0)
+        refuse_what_cannot_fit(seven_billion, oomb.EngineConfig(), 1 << 18, 1, full)
+
+
+def test_auto_on_a_cpu_keeps_nothing():
+    model = tiny_model("llama", torch.float32)
+    config = oomb.EngineConfig(
+        chunk_size=12, page_size=4, offload=oomb.OffloadConfig(gpu_budget="auto")
+    )
+    with oomb.Engine(model, config) as engine:
+        steps = engine.iter_step(torch.zeros(1, 60, dtype=torch.int64))
+        assert next(steps).bytes_alive["kv_pages"] == 0
+        steps.close()
 
 
 def invoke(*words):

@@ -63,7 +63,7 @@ def make_history(
         slots=sum(-(-pages // segment_pages) for pages in pages_per_row),
         tokens_per_slot=segment_pages * page_size,
         page_grad_dtype=page_grad_dtype if gradients else None,
-        gpu_budget=store.config.gpu_budget,
+        gpu_budget=store.gpu_budget,
         ring_depth=store.config.ring_depth,
     )
     if not residency.host_slots:

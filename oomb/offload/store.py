@@ -21,10 +21,14 @@ class OffloadStore:
     Args:
         config: budgets.
         device: of the model.
+
+    Attributes:
+        gpu_budget: bytes of GPU memory for the pages of the next step.
     """
 
     def __init__(self, config: OffloadConfig, device: torch.device) -> None:
         self.config = config
+        self.gpu_budget = 0 if config.gpu_budget == "auto" else config.gpu_budget
         self.tier = make_tier(device, pinned=config.pinned)
         self._memory: dict[str, HostMemory] = {}
         # What an engine that is never closed has taken is given back with it.

@@ -177,7 +177,7 @@ def _pages(
         slots=sum(-(-pages // segment) for pages in pages_per_row),
         tokens_per_slot=segment * config.page_size,
         page_grad_dtype=config.page_grad_dtype,
-        gpu_budget=config.offload.gpu_budget if config.offload is not None else None,
+        gpu_budget=_budget(config),
         ring_depth=config.offload.ring_depth if config.offload is not None else 0,
     )
     keys, gradients = sum(residency.key_bytes), sum(residency.gradient_bytes)
@@ -192,6 +192,12 @@ def _pages(
             "page gradients": residency.host_slots * gradients,
         },
     }
+
+
+def _budget(config: EngineConfig) -> int | None:
+    if config.offload is None:
+        return None
+    return 0 if config.offload.gpu_budget == "auto" else config.offload.gpu_budget
 
 
 def _fill_outputs(sizes: ModelSizes, config: EngineConfig, tokens: int) -> int:

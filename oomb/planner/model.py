@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from oomb.cache.pool import LayerShape
@@ -49,8 +49,12 @@ class ModelSizes:
             The sizes.
         """
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        text = config.get_text_config()
+            return cls.of_model(AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> ModelSizes:
+        """Sizes of a model that is there."""
+        text, dtype = model.config.get_text_config(), model.dtype
         heads = text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
