@@ -91,7 +91,8 @@ class EngineConfig:
             there are.
         page_grad_dtype: dtype in which page gradients accumulate, or the model's own dtype where
             that is wider.
-        deterministic: use only kernels that give the same bits on every run, or refuse.
+        deterministic: use only kernels that give the same bits on every run, and wherever pages
+            live, or refuse.
         check_replay: compare every K and V that the sweep computes again with its page, bit for
             bit.
         restore_grads: accumulate beside existing gradients and add at the end, so that a step that

@@ -25,7 +25,7 @@ def model_and_ids(tokens=1000, rows=2):
 
 def run(model, ids, offload, steps=1, **settings):
     """Triton repeats its bits; the cuDNN backward does not."""
-    config = {**CONFIG, "attention_backend": "triton", **settings}
+    config = {**CONFIG, "attention_backend": "triton", "deterministic": True, **settings}
     model.zero_grad()
     with oomb.Engine(model, oomb.EngineConfig(**config, offload=offload)) as engine:
         for _ in range(steps):
@@ -68,8 +68,9 @@ def test_a_budget_changes_no_bit(budget):
 
 def test_the_librarys_kernels_agree_with_one_tier():
     model, ids = model_and_ids()
-    _, expected = run(model, ids, None, attention_backend="library")
-    _, found = run(model, ids, offload(), attention_backend="library")
+    settings = {"attention_backend": "library", "deterministic": False}
+    _, expected = run(model, ids, None, **settings)
+    _, found = run(model, ids, offload(), **settings)
     for name, grad in expected.items():
         assert (found[name] - grad).norm() <= 2e-2 * grad.norm(), name
 

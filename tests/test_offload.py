@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import threading
 import weakref
 
@@ -24,8 +25,8 @@ def batch(kind: str = "plain", seed: int = 0) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 97, (2, TOKENS), generator=torch.Generator().manual_seed(seed))
     if kind == "plain":
         return {"input_ids": ids}
-    if kind == "one row":
-        return {"input_ids": ids[:1]}
+    if kind in ("one row", "short row"):
+        return {"input_ids": ids[:1] if kind == "one row" else ids[:1, :26]}
     mask = torch.ones(2, TOKENS, dtype=torch.int64)
     mask[1, 30:] = 0
     documents = torch.zeros(2, TOKENS, dtype=torch.int64)
@@ -133,6 +134,24 @@ def test_the_budget_keeps_the_earliest_segments(slots, loads):
     alive = states[-1].bytes_alive
     assert alive["kv_pages"] == slots * 2 * per_layer
     assert alive["host_kv_pages"] == 2 * per_layer * on_gpu.count(False)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton")
+@pytest.mark.slow
+def test_triton_has_the_same_bits_when_deterministic(loads):
+    model = tiny_model("llama", torch.float32, num_hidden_layers=1, head_dim=16)
+    settings = {
+        "attention_backend": "triton",
+        "deterministic": True,
+        "segment_pages": 1,
+        "activation_policy": "keep",
+    }
+    expected = run(model, None, "short row", **settings)
+    assert same(run(model, offload(), "short row", **settings), expected)
+    assert loads["all"] > 0
+    _, other = run(model, None, "short row", attention_backend="reference")
+    for name, grad in expected[1].items():
+        torch.testing.assert_close(grad, other[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_budget_that_holds_all_needs_no_second_tier(loads):

@@ -83,7 +83,7 @@ def choose_backend(
         log.info(
             "attention_backend='auto' chose '%s'%s", candidate, f" ({reasons})" if reasons else ""
         )
-    return _make(candidate, device, accumulate)
+    return _make(candidate, device, accumulate, deterministic=deterministic)
 
 
 def _obstacle(
@@ -106,11 +106,11 @@ def _obstacle(
     return None
 
 
-def _make(name: str, device: torch.device, accumulate: str) -> Backend:
+def _make(name: str, device: torch.device, accumulate: str, *, deterministic: bool) -> Backend:
     if name == "library":
         return library.make_backend(device)
     if name == "triton":
         from oomb.attention.impl.triton.backend import TritonBackend
 
-        return TritonBackend(accumulate)
+        return TritonBackend(accumulate, by_segment=deterministic)
     return reference.ReferenceBackend()

@@ -122,12 +122,15 @@ class TritonBackend:
     Args:
         accumulate: `owner` gives each tile of keys to one program, whose sum has one order;
             `atomic` scatters with atomic additions, whose order differs from run to run.
+        by_segment: attend to history a segment at a time even where all of its pages are on the
+            GPU: results then have the same bits wherever pages live.
     """
 
     name = "triton"
 
-    def __init__(self, accumulate: Accumulate = "owner") -> None:
+    def __init__(self, accumulate: Accumulate = "owner", *, by_segment: bool = False) -> None:
         self._atomic = accumulate == "atomic"
+        self._by_segment = by_segment
         self._edges: tuple[Chunk | None, int, tuple] = (None, 0, (None, None))
 
     def attend(
@@ -194,11 +197,10 @@ class TritonBackend:
             copies=has_copy_engine(_capability(k.device)),
         )  # fmt: skip
 
-    @staticmethod
-    def _parts(call: LayerCall, *, gradients: bool) -> Iterator[tuple[Read, Part]]:
+    def _parts(self, call: LayerCall, *, gradients: bool) -> Iterator[tuple[Read, Part]]:
         """(read, part) for each row whose queries see any of its history."""
         for read in call.chunk.reads:
-            if call.history.resident:
+            if call.history.resident and not self._by_segment:
                 yield from _in_pages(call, read)
             else:
                 yield from _in_segments(call, read, gradients=gradients)
