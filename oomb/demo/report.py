@@ -67,8 +67,11 @@ def show_inputs(inputs: DemoInputs, console: Console) -> None:
         f"[b]{type(model).__name__}[/b], {size / 1e6:,.1f} M parameters, fp32 on the {where}",
         f"reads {escape(inputs.train_name)}: {_steps(options.steps)} over "
         f"[b]{options.context:,} tokens[/b] each,",
-        f"computed {options.chunk:,} tokens at a time ({chunks} chunks), pages of {options.page}",
+        f"computed {options.chunk:,} tokens at a time ({chunks} chunk{'s' * (chunks > 1)}), "
+        f"pages of {options.page}",
     ]
+    if chunks == 1:
+        lines.append("A single chunk needs no recurrence: a smaller --chunk shows it.")
     if console.is_terminal:
         body = Text.from_markup("\n".join(lines))
         console.print(Panel(body, title="oomb demo", title_align="left", expand=False))
@@ -92,7 +95,7 @@ def show_figures(figures: dict[str, Any], console: Console) -> None:
     _say(
         console,
         after < before,
-        "Learned" if after < before else "Did not learn",
+        "Learned" if after < before else "Not learned yet",
         f"loss {before:.4f} before, {after:.4f} after {_steps(figures['steps'])},",
         f"on {figures['text']['held_out']}: {held_out['tokens']:,} tokens, none trained on",
     )

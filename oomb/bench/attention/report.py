@@ -18,7 +18,7 @@ COLUMNS = (
 
 
 def show_shape(row: dict[str, Any], shape: Shape, console: Console) -> None:
-    """Print one shape's table, and under it who is missing and why."""
+    """Print one shape's table, and notes under it."""
     heads = f"{shape.heads} query and {shape.kv_heads} key/value heads of {shape.head_dim}"
     table = Table(box=box.SIMPLE_HEAD, title=f"{shape}, {heads}", title_justify="left")
     for number, name in enumerate(COLUMNS):
@@ -38,8 +38,18 @@ def show_shape(row: dict[str, Any], shape: Shape, console: Console) -> None:
     for each in row["implementations"]:
         if each["note"]:
             console.print(f"  {each['name']}: {each['note']}", markup=False)
-    for each in row["left_out"]:
-        console.print(f"  {each['name']} left out: {each['reason']}", markup=False)
+
+
+def show_left_out(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print who is missing and why, once for all shapes alike."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for each in row["left_out"]:
+            shape = f"{row['queries']} x {row['keys']}"
+            reasons.setdefault((each["name"], each["reason"]), []).append(shape)
+    for (name, reason), shapes in reasons.items():
+        where = "" if len(shapes) == len(rows) else f" at {', '.join(shapes)}"
+        console.print(f"  {name} left out{where}: {reason}", markup=False)
 
 
 def _rate(tflops: float) -> str:

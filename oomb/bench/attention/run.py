@@ -9,7 +9,7 @@ from rich.console import Console
 
 from oomb.bench.attention.measure import measure_shape
 from oomb.bench.attention.options import AttentionSettings
-from oomb.bench.attention.report import show_shape
+from oomb.bench.attention.report import show_left_out, show_shape
 from oomb.bench.machine import machine_facts
 
 HOW = (
@@ -39,6 +39,7 @@ def run(settings: AttentionSettings, command: str, console: Console) -> dict[str
     for shape in settings.shapes:
         rows.append(measure_shape(shape, settings))
         show_shape(rows[-1], shape, console)
+    show_left_out(rows, console)
     return report
 
 

@@ -43,6 +43,8 @@ def show_lengths(report: dict[str, Any], console: Console) -> None:
     """Print how each side ran, and two lines per length."""
     where = report.get("gpu") or report.get("machine")
     console.print(f"on {where}, torch {report.get('torch')}", markup=False)
+    if report.get("gpu") is None:
+        console.print("  a CPU and a toy: this shows that it runs, not how fast", markup=False)
     for name, facts in report["sides"].items():
         said = ", ".join(f"{key} {_plain(value)}" for key, value in facts.items())
         console.print(f"  {name}: {said}", markup=False)
