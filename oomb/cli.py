@@ -179,6 +179,7 @@ def plan(
     Exit code 1: it does not fit. Exit code 2: bad input.
     """
     from oomb.bench.console import make_console
+    from oomb.demo.inputs import InputError
     from oomb.planner.inputs import PlanOptions, check
     from oomb.planner.memory import changes, longest_context, plan_step
     from oomb.planner.report import as_json, show
@@ -192,8 +193,12 @@ def plan(
                 optimizer=optimizer, gpu=gpu, host=host,
             )
         )  # fmt: skip
-        found = plan_step(sizes, config, context, optimizer=optimizer)
+        try:
+            found = plan_step(sizes, config, context, optimizer=optimizer)
+        except ValueError as error:
+            raise InputError(f"These settings make no step: {error}.") from error
         longest = longest_context(sizes, config, machine, optimizer=optimizer)
+        longest = max(longest, context) if found.fits(machine) else longest
         changed = changes(sizes, config, context, machine, optimizer=optimizer)
     if json:
         typer.echo(json_module.dumps(as_json(found, machine, longest, changed), indent=1))

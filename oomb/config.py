@@ -48,7 +48,9 @@ class OffloadConfig:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        if self.gpu_budget != "auto":
+        if isinstance(self.gpu_budget, str) and self.gpu_budget != "auto":
+            raise ValueError(f"gpu_budget must be 'auto' or bytes, got {self.gpu_budget!r}")
+        if not isinstance(self.gpu_budget, str):
             object.__setattr__(self, "gpu_budget", _int("gpu_budget", self.gpu_budget, least=0))
         object.__setattr__(self, "ring_depth", _int("ring_depth", self.ring_depth, least=2))
         if self.host_budget is not None:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from oomb.gradients import GradientLedger, give_back_grad_dtype
 from oomb.hf import unwrap
 from oomb.installed import InstalledModel
 from oomb.loss import can_run
-from oomb.offload import OffloadStore
+from oomb.offload import OffloadStore, reserve_for_step
 from oomb.passes import LayerAttention, Passes
 from oomb.planner import Card, ModelSizes, page_budget, refuse_what_cannot_fit
 from oomb.probes import (
@@ -103,6 +102,31 @@ class Engine:
     def host_memory(self) -> int:
         """Bytes of host memory held for pages; they are kept from step to step."""
         return self._store.nbytes if self._store is not None else 0
+
+    def reserve(self, tokens: int, rows: int = 1) -> int:
+        """Take the host memory that steps of this size need now, rather than in the first of them.
+
+        Registering it with CUDA takes about half a second per GiB. Only offloading needs any.
+
+        Args:
+            tokens: of each row.
+            rows: of the batch.
+
+        Returns:
+            Bytes of host memory held.
+
+        Raises:
+            ValueError: it is more than `host_budget`, or than the host has to spare.
+            MemoryError: the host does not give it.
+            RuntimeError: the engine is closed, or a step is under way.
+        """
+        batch, plan, _ = self._prepare(torch.zeros(rows, tokens, dtype=torch.int64), *[None] * 5)
+        if self._store is None:
+            return 0
+        rows = len(batch.lengths)
+        layers = self._facts.layers
+        reserve_for_step(layers, self._store, self.config, plan, rows=rows, gradients=True)
+        return self._store.nbytes
 
     def close(self) -> None:
         """Give the model back as it was. Gradients stay the user's. Closing twice is allowed.
@@ -298,23 +322,21 @@ class Engine:
                 device=self._model.device,
                 max_positions=self._facts.max_positions,
             )
+        plan = self._plan(self.config, batch)
         if self._model.device.type == "cuda":
-            self._fit_to_card(max(batch.lengths), len(batch.lengths))
-        return batch, self._plan(self.config, batch), self._attention(batch)
+            self._fit_to_card(max(batch.lengths), plan.pages_per_row)
+        return batch, plan, self._attention(batch)
 
-    @cached_property
-    def _sizes(self) -> ModelSizes:
-        return ModelSizes.of_model(self._model.whole)
-
-    def _fit_to_card(self, context: int, rows: int) -> None:
+    def _fit_to_card(self, context: int, pages: list[int]) -> None:
         """Give pages what the GPU has left, or refuse a step that cannot fit."""
+        sizes = ModelSizes.of_model(self._model.whole)
         card, config = Card.of(self._model.whole, self._model.device), self.config
         if self._store is not None and config.offload is not None:
             if config.offload.gpu_budget == "auto":
-                self._store.gpu_budget = page_budget(self._sizes, config, context, rows, card)
+                self._store.gpu_budget = page_budget(sizes, config, context, pages, card)
             budget = replace(config.offload, gpu_budget=self._store.gpu_budget)
             config = replace(config, offload=budget)
-        refuse_what_cannot_fit(self._sizes, config, context, rows, card)
+        refuse_what_cannot_fit(sizes, config, context, pages, card)
 
     def _refuse_unless_ready(self) -> None:
         """Refuse to work when closed, when a step is under way, or on a model that has changed."""

@@ -35,7 +35,7 @@ from oomb.loss import (
     linear_loss_and_gradient,
 )
 from oomb.moe import RouterBalance
-from oomb.offload import HostOutputs, OffloadStore, make_history
+from oomb.offload import HostOutputs, OffloadStore, make_history, reserve_for_step
 from oomb.probes import is_watched, router_settings
 from oomb.profiling.stage import Place, place, stage
 from oomb.randomness import RandomState
@@ -82,6 +82,10 @@ class Passes:
         self._device = installed.model.device
         self._columns = Columns(batch, self._device)
         self._on_event = config.recorder.on_event if config.recorder is not None else None
+        if store is not None:
+            rows, gradients = len(batch.lengths), step is not None
+            layers = self._facts.layers
+            reserve_for_step(layers, store, config, plan, rows=rows, gradients=gradients)
         self._history = make_history(
             [layer.shape for layer in self._facts.layers],
             store,

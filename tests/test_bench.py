@@ -13,10 +13,11 @@ from oomb.bench.attention import measure
 from oomb.bench.attention.measure import measure_shape
 from oomb.bench.attention.options import AttentionOptions, Shape, check
 from oomb.bench.attention.ours import Ours
-from oomb.bench.attention.peers import CannotRunError, _reason, make_peer, one_sentence
+from oomb.bench.attention.peers import CannotRunError, _reason, make_peer
 from oomb.bench.attention.problem import make_problem
 from oomb.bench.attention.run import failed
 from oomb.bench.attention.truth import compared_heads, exact_head, relative_errors
+from oomb.bench.inputs import one_sentence
 from oomb.bench.machine import machine_facts
 from oomb.bench.models import SHAPES, TINY, make_model
 from oomb.bench.step import child

@@ -178,6 +178,58 @@ def test_steps_reuse_the_slabs_and_evaluate_needs_no_gradients():
     assert engine._store.nbytes == 0
 
 
+def test_odd_sizes_in_half_precision():
+    """The log-sum-exp begins where its numbers may, whatever lies before it."""
+    model = tiny_model("gpt2", torch.bfloat16, n_embd=33, n_head=3)
+    ids = torch.randint(0, 97, (1, 17))
+    grads = []
+    for config in (None, offload()):
+        settings = {"chunk_size": 5, "page_size": 5, "segment_pages": 1, "keep_fill_outputs": True}
+        with oomb.Engine(model, oomb.EngineConfig(**settings, offload=config)) as engine:
+            engine.step(ids)
+            grads.append(gradients(model))
+        model.zero_grad()
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+def test_memory_of_longer_texts_is_given_back_to_stay_within_the_budget():
+    model = tiny_model("llama", torch.float32)
+    ids = torch.randint(0, 97, (1, 122))
+    with oomb.Engine(model, oomb.EngineConfig(**SIZES, offload=offload())) as engine:
+        budget = engine.reserve(61)
+    config = oomb.EngineConfig(**SIZES, offload=offload(host_budget=budget))
+    with oomb.Engine(model, config) as engine:
+        engine.evaluate(ids)
+        engine.step(ids[:, :61])
+        assert engine.host_memory <= budget
+        with pytest.raises(ValueError, match=r"this step needs \d+ bytes .* host_budget="):
+            engine.step(ids)
+        engine.step(ids[:, :61])
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+@pytest.mark.parametrize("live", [1, 2])
+def test_reserving_takes_what_the_step_takes(outputs, live, monkeypatch):
+    model = tiny_model("llama", torch.float32)
+    settings = {
+        "keep_fill_outputs": outputs,
+        "activation_policy": "keep",
+        "live_chunks": live,
+        "offload": offload(),
+    }
+    with oomb.Engine(model, oomb.EngineConfig(**SIZES, **settings)) as engine:
+        held = engine.reserve(TOKENS, rows=2)
+        assert held == engine.host_memory > 0
+        monkeypatch.setattr(SimulatedTier, "host_memory", None)  # the step needs no more
+        engine.step(**batch())
+        assert engine.host_memory == held
+    assert engine.host_memory == 0
+    with oomb.Engine(model, oomb.EngineConfig(**SIZES)) as engine:
+        assert engine.reserve(TOKENS) == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.reserve(TOKENS)
+
+
 def test_a_frozen_model_asks_for_less_than_was_announced(loads):
     """Only the last layer is trained: the backward ends there."""
     model = tiny_model("llama", torch.float32)
@@ -417,7 +469,8 @@ def test_a_copy_that_fails_is_told_and_the_engine_goes_on(monkeypatch):
     ("settings", "error", "words"),
     [
         ({"gpu_budget": -1}, ValueError, "gpu_budget must be at least 0, got -1"),
-        ({"gpu_budget": "1G"}, TypeError, "gpu_budget must be an integer of 0 or more, got '1G'"),
+        ({"gpu_budget": "1G"}, ValueError, "gpu_budget must be 'auto' or bytes, got '1G'"),
+        ({"gpu_budget": 1.5}, TypeError, "gpu_budget must be an integer of 0 or more, got 1.5"),
         ({"gpu_budget": True}, TypeError, "gpu_budget must be"),
         ({"host_budget": 0}, ValueError, "host_budget must be at least 1, got 0"),
         ({"ring_depth": 1}, ValueError, "ring_depth must be at least 2, got 1"),

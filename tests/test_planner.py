@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import oomb
 from oomb.bench.models import QWEN2_7B
+from oomb.chunking import plan_chunks
 from oomb.cli import app
 from oomb.planner import (
     GIB,
@@ -135,21 +136,26 @@ def test_memory_on_the_gpu_does_not_grow_with_offload(seven_billion):
     assert len(peaks) == 1
 
 
+def full_row(context):
+    """Pages of one row of one document, in chunks of 4096 and pages of 128."""
+    return plan_chunks([context], [[0]], chunk_size=4096, page_size=128).pages_per_row
+
+
 @pytest.mark.parametrize("context", [65536, 262144, 1 << 20])
 def test_auto_fills_what_is_left(seven_billion, context):
     """The step then takes nearly all of the card, or all of its pages are there."""
     card = Card("H200", H200.gpu, 5 * GIB)
     config = oomb.EngineConfig(offload=oomb.OffloadConfig(gpu_budget="auto"))
-    budget = page_budget(seven_billion, config, context, 1, card)
+    budget = page_budget(seven_billion, config, context, full_row(context), card)
     filled = replace(config, offload=oomb.OffloadConfig(gpu_budget=budget))
     plan = plan_step(seven_billion, filled, context)
     room = 0.97 * card.total - card.taken
     assert plan.gpu_peak <= room
     slot = 32768 * 57344 * 3
     assert plan.gpu_peak > room - slot or not plan.host_total
-    refuse_what_cannot_fit(seven_billion, filled, context, 1, card)
+    refuse_what_cannot_fit(seven_billion, filled, context, full_row(context), card)
     full = Card("H200", H200.gpu, 100 * GIB)
-    assert page_budget(seven_billion, config, context, 1, full) == 0
+    assert page_budget(seven_billion, config, context, full_row(context), full) == 0
 
 
 def test_what_cannot_fit_is_refused_with_numbers(seven_billion):
@@ -161,11 +167,29 @@ def test_what_cannot_fit_is_refused_with_numbers(seven_billion):
         r"112.0, other tensors and programs 1.0\), but H200 has 139.8; use "
         r"offload=oomb.OffloadConfig\(\), which puts 168.0 GiB on the host",
     ):
-        refuse_what_cannot_fit(seven_billion, oomb.EngineConfig(), 1 << 20, 1, card)
-    refuse_what_cannot_fit(seven_billion, oomb.EngineConfig(), 1 << 18, 1, card)
+        refuse_what_cannot_fit(seven_billion, oomb.EngineConfig(), 1 << 20, full_row(1 << 20), card)
+    refuse_what_cannot_fit(seven_billion, oomb.EngineConfig(), 1 << 18, full_row(1 << 18), card)
     with pytest.raises(ValueError, match="see `oomb plan`"):
         full = Card("small", 20 * GIB, 0)
-        refuse_what_cannot_fit(seven_billion, oomb.EngineConfig(), 1 << 18, 1, full)
+        refuse_what_cannot_fit(seven_billion, oomb.EngineConfig(), 1 << 18, full_row(1 << 18), full)
+
+
+def test_packed_rows_need_fewer_pages(seven_billion):
+    """Documents of 3,000 tokens: only what crosses a chunk's border is in pages."""
+    context = 1 << 20
+    documents = [list(range(0, context, 3000))]
+    plan = plan_chunks([context], documents, chunk_size=4096, page_size=128)
+    config, card = oomb.EngineConfig(), Card("H200", H200.gpu, 0)
+    refuse_what_cannot_fit(seven_billion, config, context, plan.pages_per_row, card)
+    packed = plan_step(seven_billion, config, context, pages_per_row=plan.pages_per_row)
+    assert packed.gpu["K/V pages"] < plan_step(seven_billion, config, context).gpu["K/V pages"] / 2
+
+
+def test_gradients_are_as_wide_as_the_engine_makes_them(seven_billion):
+    halves = oomb.EngineConfig(grad_dtype=torch.float16)
+    assert plan_step(seven_billion, halves, 8192).gpu["weight gradients"] == 4 * 7615616512
+    twice = oomb.EngineConfig(restore_grads=True)
+    assert plan_step(seven_billion, twice, 8192).gpu["weight gradients"] == 8 * 7615616512
 
 
 def test_auto_on_a_cpu_keeps_nothing():
@@ -207,8 +231,11 @@ def test_the_command_reads_a_folder():
     ("words", "said"),
     [
         (("nowhere", "--gpu", 80), "must be qwen2-7b or a folder with a config.json"),
-        (("--gpu", 0), "--gpu must be more than 0 GiB, got 0.0"),
-        (("--gpu", "nan"), "--gpu must be more than 0 GiB, got nan"),
+        (("--gpu", 0), "--gpu must be more than 0 GiB and at most 1000000, got 0.0"),
+        (("--gpu", "nan"), "--gpu must be more than 0 GiB and at most 1000000, got nan"),
+        (("--gpu", "inf"), "--gpu must be more than 0 GiB and at most 1000000, got inf"),
+        (("--gpu", 80, "--offload", "--gpu-budget", "inf"), "--gpu-budget must be at most"),
+        (("--gpu", 80, "--offload", "--gpu-budget", 0.1), "gpu_budget must hold the ring's 3"),
         (("--gpu", 80, "--chunk", 100), "chunk_size must be a multiple of page_size"),
         (("--gpu", 80, "--optimizer", "lion"), "--optimizer must be one of none, sgd"),
         (("--gpu", 80, "--dtype", "int8"), "--dtype must be one of bf16"),
@@ -220,6 +247,31 @@ def test_bad_input_is_refused(words, said):
     result = invoke(*words)
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "config",
+    ['{"model_type": "t5"}', '{"model_type": "mamba"}', '{"model_type": "nothing"}', "[]", "{"],
+)
+def test_a_folder_without_a_causal_model_is_refused(config, tmp_path):
+    (tmp_path / "config.json").write_text(config)
+    result = invoke(tmp_path, "--gpu", 80)
+    assert result.exit_code == 2, result.output
+    assert "cannot be read" in result.output or "can be sized" in result.output
+
+
+def test_the_longest_context_is_never_below_one_that_fits():
+    result = invoke(demo_model_dir(), "--gpu", 80, "--context", 3000, "--json")
+    assert json.loads(result.output)["longest_context"] >= 3000
+    small = ("--chunk", 128, "--context", 4_000_000, "--json")
+    plan = json.loads(invoke(demo_model_dir(), "--gpu", 800, *small).output)
+    assert plan["fits"] and plan["longest_context"] > 4_000_000
+
+
+def test_a_budget_too_small_for_longer_contexts_still_plans_this_one():
+    words = ("--gpu", 80, "--host", 2000, "--offload", "--gpu-budget", 0.7, "--context", 4096)
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

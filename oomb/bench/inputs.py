@@ -86,3 +86,12 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
     for number in found:
         check_least(flag, number, least)
     return found
+
+
+def one_sentence(error: BaseException) -> str:
+    """The first sentence of an error's message, with what follows a headline's colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = lines or [type(error).__name__]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    sentence = text.split(". ")[0].rstrip(".:")
+    return (sentence if len(sentence) <= 200 else sentence[:197] + "...") + "."

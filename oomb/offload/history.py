@@ -24,6 +24,12 @@ KEYS, GRADIENTS = "K/V pages", "page gradients"
 """What host memory is asked for."""
 
 
+def host_memory(residency: Residency) -> dict[str, list[int]]:
+    """What a step asks of the host for its pages: bytes by content and layer."""
+    keys, gradients = residency.host_bytes()
+    return {KEYS: keys, GRADIENTS: gradients}
+
+
 class OffloadedHistory(History):
     """K/V pages and their gradients for one step, on two tiers.
 
@@ -56,8 +62,7 @@ class OffloadedHistory(History):
         store: OffloadStore,
         residency: Residency,
     ) -> None:
-        key_bytes, gradient_bytes = residency.host_bytes()
-        self._memory = store.reserve({KEYS: key_bytes, GRADIENTS: gradient_bytes})
+        self._memory = store.reserve(host_memory(residency))
         super().__init__(
             layers,
             pages_per_row=pages_per_row,

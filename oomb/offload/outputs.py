@@ -22,8 +22,15 @@ from oomb.probes import AttentionLayer
 from oomb.profiling.live_bytes import category
 
 OUTPUTS = "attention outputs"
+ALIGNMENT = 8
+"""Bytes; the widest numbers have as many."""
 AHEAD = 2
 """Layers whose outputs are on their way at a time; as many wait for their way to the host."""
+
+
+def host_memory(layers: list[AttentionLayer], tokens: int) -> dict[str, list[int]]:
+    """What a step asks of the host for the outputs of so many tokens, all rows together."""
+    return {OUTPUTS: [size for layer in layers for size in _bytes(layer, tokens)]}
 
 
 @dataclass
@@ -62,10 +69,9 @@ class HostOutputs(FillOutputs):
         self._layers, self._rows = layers, rows
         self._first = {chunk.index: rows * chunk.start for chunk in chunks}
         self._tokens = {chunk.index: rows * (chunk.stop - chunk.start) for chunk in chunks}
-        tokens = sum(self._tokens.values())
-        sizes = [size for layer in layers for size in _bytes(layer, tokens)]
-        self._host = store.reserve({OUTPUTS: sizes})[OUTPUTS]
-        room = max(sum(_bytes(layer, max(self._tokens.values()))) for layer in layers)
+        self._host = store.reserve(host_memory(layers, sum(self._tokens.values())))[OUTPUTS]
+        longest = max(self._tokens.values())
+        room = ALIGNMENT + max(sum(_bytes(layer, longest)) for layer in layers)
         with category("segment_ring"):
             self._staging = deque(
                 _Room(torch.empty(room, dtype=torch.uint8, device=device)) for _ in range(AHEAD)
@@ -168,10 +174,10 @@ def _bytes(layer: AttentionLayer, tokens: int) -> tuple[int, int]:
 
 
 def _views(memory: torch.Tensor, *wanted: tuple[Sequence[int], torch.dtype]) -> list[torch.Tensor]:
-    """Tensors side by side in uint8 memory; the widest numbers must not come last."""
+    """Tensors side by side in uint8 memory, each where its numbers may begin."""
     found, start = [], 0
     for shape, dtype in wanted:
         size = math.prod(shape) * dtype.itemsize
         found.append(memory[start : start + size].view(dtype).view(tuple(shape)))
-        start += size
+        start += -(-size // ALIGNMENT) * ALIGNMENT
     return found

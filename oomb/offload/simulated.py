@@ -79,6 +79,7 @@ class SimulatedTier:
         """See `Tier`."""
         for stream in (self._compute, self._in, self._out):
             stream.launch(lambda: None, ()).wait()
+        self._late.clear()
 
     def host_memory(self, sizes: Sequence[int], what: str) -> OrdinaryMemory:
         """See `Tier`."""

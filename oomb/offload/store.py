@@ -34,11 +34,15 @@ class OffloadStore:
         # What an engine that is never closed has taken is given back with it.
         self._finalizer = weakref.finalize(self, _free, self.tier, self._memory)
 
-    def reserve(self, wanted: dict[str, list[int]]) -> dict[str, list[torch.Tensor]]:
+    def reserve(
+        self, wanted: dict[str, list[int]], *, idle: bool = False
+    ) -> dict[str, list[torch.Tensor]]:
         """Host memory for a step.
 
         Args:
             wanted: by content, bytes of each piece.
+            idle: nothing that is held is in use, so that it may be given back to stay within the
+                budget.
 
         Returns:
             The same as uint8 tensors, each at least as long; what is in them is anything.
@@ -47,6 +51,8 @@ class OffloadStore:
             ValueError: it is more than `host_budget`, or than the host has to spare.
             MemoryError: the host does not give it.
         """
+        if idle and self._too_much(wanted):
+            self._give_back()
         small = [what for what, sizes in wanted.items() if not self._holds(what, sizes)]
         self._refuse_too_much(wanted, small)
         for what in small:
@@ -68,6 +74,19 @@ class OffloadStore:
         """Give everything back; closing twice is allowed."""
         self._finalizer()
 
+    def _too_much(self, wanted: dict[str, list[int]]) -> bool:
+        try:
+            small = [what for what, sizes in wanted.items() if not self._holds(what, sizes)]
+            self._refuse_too_much(wanted, small)
+        except ValueError:
+            return True
+        return False
+
+    def _give_back(self) -> None:
+        self.tier.drain()
+        while self._memory:
+            self._memory.popitem()[1].free()
+
     def _holds(self, what: str, sizes: list[int]) -> bool:
         if what not in self._memory:
             return False
@@ -77,13 +96,14 @@ class OffloadStore:
         )
 
     def _refuse_too_much(self, wanted: dict[str, list[int]], small: list[str]) -> None:
+        needed = sum(sum(sizes) for sizes in wanted.values())
         kept = sum(_nbytes(each) for what, each in self._memory.items() if what not in small)
         more = sum(sum(wanted[what]) for what in small)
         budget = self.config.host_budget
         if budget is not None:
             if kept + more > budget:
                 raise ValueError(
-                    f"this step needs {_gib(kept + more)} of host memory for pages, more than "
+                    f"this step needs {needed} bytes ({_gib(needed)}) of host memory, more than "
                     f"host_budget={budget} bytes ({_gib(budget)}); raise host_budget or "
                     "gpu_budget, or train on a shorter context"
                 )

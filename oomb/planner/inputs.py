@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 import oomb
-from oomb.bench.inputs import DTYPES, InputError, check_least, choose
+from oomb.bench.inputs import DTYPES, InputError, check_least, choose, one_sentence
 from oomb.bench.models import QWEN2_7B
 from oomb.planner.memory import GIB, OPTIMIZERS, Machine
 from oomb.planner.model import ModelSizes
 
+MOST_GIB = 1_000_000
 NAMED = "qwen2-7b"
 
 
@@ -52,6 +53,8 @@ def check(options: PlanOptions) -> tuple[ModelSizes, oomb.EngineConfig, Machine]
     """
     check_least("--context", options.context, 1)
     check_least("--gpu-budget", options.gpu_budget, 0)
+    if options.gpu_budget > MOST_GIB:
+        raise InputError(f"--gpu-budget must be at most {MOST_GIB}, got {options.gpu_budget}.")
     choose("--optimizer", options.optimizer, OPTIMIZERS)
     if options.gpu_budget and not options.offload:
         raise InputError("--gpu-budget says what stays on the GPU with --offload: add --offload.")
@@ -74,7 +77,15 @@ def check(options: PlanOptions) -> tuple[ModelSizes, oomb.EngineConfig, Machine]
         )
     except ValueError as error:
         raise InputError(f"These settings make no engine: {error}.") from error
-    return ModelSizes.of(_model_config(options.model), dtypes[0]), config, machine
+    model = _model_config(options.model)
+    try:
+        sizes = ModelSizes.of(model, dtypes[0])
+    except Exception as error:  # transformers raises anything for what is no causal language model
+        said = f"{type(error).__name__}: {one_sentence(error)}"
+        raise InputError(
+            f"{options.model} is no causal language model that can be sized: {said}"
+        ) from error
+    return sizes, config, machine
 
 
 def _model_config(model: str):
@@ -88,14 +99,14 @@ def _model_config(model: str):
         )
     try:
         return AutoConfig.from_pretrained(model)
-    except (ValueError, OSError) as error:
-        raise InputError(f"{model}/config.json cannot be read: {error}") from error
+    except Exception as error:  # whatever a broken file makes transformers raise
+        raise InputError(f"{model}/config.json cannot be read: {one_sentence(error)}") from error
 
 
 def _machine(options: PlanOptions) -> Machine:
     for flag, given in (("--gpu", options.gpu), ("--host", options.host)):
-        if given is not None and not given > 0:
-            raise InputError(f"{flag} must be more than 0 GiB, got {given}.")
+        if given is not None and not 0 < given <= MOST_GIB:
+            raise InputError(f"{flag} must be more than 0 GiB and at most {MOST_GIB}, got {given}.")
     if options.gpu is not None:
         name, gpu = f"a GPU of {options.gpu:g} GiB", round(options.gpu * GIB)
     elif torch.cuda.is_available():

@@ -22,6 +22,7 @@ OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 """Numbers of state per parameter, in the parameter's dtype, as torch keeps them."""
 USABLE = 0.97
 """Of a GPU's memory; the rest goes to its context, libraries' workspaces and gaps."""
+MOST_CHUNKS = 1 << 40
 LOGIT_COPIES = 4
 """Blocks of logits alive at a time, with their gradients and what kernels need beside them."""
 
@@ -71,15 +72,20 @@ class Plan:
 
 
 def plan_step(
-    sizes: ModelSizes, config: EngineConfig, context: int, *, rows: int = 1, optimizer: str = "none"
+    sizes: ModelSizes,
+    config: EngineConfig,
+    context: int,
+    *,
+    pages_per_row: list[int] | None = None,
+    optimizer: str = "none",
 ) -> Plan:
     """Plan one step.
 
     Args:
         sizes: the model's.
         config: the engine's settings.
-        context: tokens of each row.
-        rows: rows of the batch.
+        context: tokens of the longest row.
+        pages_per_row: pages that each row of the batch takes; None for one row with one document.
         optimizer: one of `OPTIMIZERS`.
 
     Returns:
@@ -89,16 +95,19 @@ def plan_step(
         ValueError: the offload budget does not hold the ring.
     """
     count = -(-context // config.chunk_size)
-    pages_per_row = [(count - 1) * config.chunk_size // config.page_size] * rows
+    if pages_per_row is None:
+        pages_per_row = [(count - 1) * config.chunk_size // config.page_size]
+    rows = len(pages_per_row)
     chunk = min(config.chunk_size, context)
     live = min(config.live_chunks, count)
     pages = _pages(sizes, config, pages_per_row)
     outputs = _fill_outputs(sizes, config, rows * config.chunk_size * max(0, count - live))
     activations = rows * chunk * _activation_bytes(sizes, config)
-    gradients = sizes.trained * max(config.grad_dtype.itemsize, sizes.itemsize)
+    grad_bytes = torch.promote_types(config.grad_dtype, sizes.dtype).itemsize
+    gradients = sizes.trained * grad_bytes * (2 if config.restore_grads else 1)
     head = rows * block_size(config.chunk_size) * sizes.vocab * sizes.itemsize * LOGIT_COPIES
     head += 2 * rows * chunk * sizes.hidden * sizes.itemsize
-    head_gradient = sizes.vocab * sizes.hidden * config.grad_dtype.itemsize  # it comes first
+    head_gradient = sizes.vocab * sizes.hidden * grad_bytes  # it comes first
     first = {
         "activations": live * activations,
         "weight gradients": max(head_gradient, gradients - activations),
@@ -125,10 +134,13 @@ def longest_context(
 
     def fits(chunks: int) -> bool:
         context = chunks * config.chunk_size
-        return plan_step(sizes, config, context, optimizer=optimizer).fits(machine)
+        try:
+            return plan_step(sizes, config, context, optimizer=optimizer).fits(machine)
+        except ValueError:  # the budget does not hold the ring's longer segments
+            return False
 
     low, high = 0, 1
-    while high < 1 << 14 and fits(high):
+    while high < MOST_CHUNKS and fits(high):
         low, high = high, 2 * high
     while low + 1 < high:
         middle = (low + high) // 2

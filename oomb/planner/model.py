@@ -20,7 +20,7 @@ class ModelSizes:
     Attributes:
         weights: bytes of parameters and buffers.
         trained: number of parameters that get gradients.
-        itemsize: bytes of one parameter.
+        dtype: of the parameters.
         layers: K and V of each attention layer.
         query_heads: of a layer.
         hidden: width of a hidden state.
@@ -30,12 +30,17 @@ class ModelSizes:
 
     weights: int
     trained: int
-    itemsize: int
+    dtype: torch.dtype
     layers: list[LayerShape]
     query_heads: int
     hidden: int
     vocab: int
     saved: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one parameter."""
+        return self.dtype.itemsize
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> ModelSizes:
@@ -63,7 +68,7 @@ class ModelSizes:
         return cls(
             weights=sum(tensor.nbytes for tensor in tensors),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            itemsize=dtype.itemsize,
+            dtype=dtype,
             layers=[LayerShape(kv_heads, dim, dtype)] * count,
             query_heads=heads,
             hidden=text.hidden_size,

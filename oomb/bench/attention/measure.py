@@ -18,10 +18,10 @@ from oomb.bench.attention.peers import (
     PEERS,
     CannotRunError,
     make_peer,
-    one_sentence,
 )
 from oomb.bench.attention.problem import Implementation, Problem, make_problem
 from oomb.bench.attention.truth import compared_heads, relative_errors
+from oomb.bench.inputs import one_sentence
 from oomb.bench.timing import elapsed, mark, synchronize
 
 log = logging.getLogger("oomb")

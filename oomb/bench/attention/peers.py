@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from oomb.bench.attention.problem import Implementation, Outcome, Problem
+from oomb.bench.inputs import one_sentence
 
 FA2, CUDNN, FLEX = "SDPA FA2", "SDPA cuDNN", "FlexAttention"
 KERNELS = {FA2: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
@@ -90,15 +91,6 @@ def make_peer(name: str, problem: Problem) -> Implementation:
         return _flex(problem) if name == FLEX else _sdpa(name, problem)
     except torch.OutOfMemoryError:
         raise CannotRunError("out of memory.") from None
-
-
-def one_sentence(error: BaseException) -> str:
-    """The first sentence of an error's message, with what follows a headline's colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = lines or [type(error).__name__]
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    sentence = text.split(". ")[0].rstrip(".:")
-    return (sentence if len(sentence) <= 200 else sentence[:197] + "...") + "."
 
 
 def _sdpa(name: str, problem: Problem) -> Peer:

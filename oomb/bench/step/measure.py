@@ -36,6 +36,7 @@ def measure_length(
         OutOfMemoryError: from torch.
     """
     ids = token_ids(side, tokens, device)
+    side.reserve(tokens)
     if warmup:
         clear(side)
         side.run(ids if tokens < LONG else ids[:, :SHORT_WARM_UP])

@@ -35,6 +35,9 @@ class Side(Protocol):
     def run(self, ids: torch.Tensor) -> torch.Tensor:
         """Forward and backward over ids [1, N]; returns the loss."""
 
+    def reserve(self, tokens: int) -> None:
+        """Take what a step of so many tokens needs before it is timed."""
+
     def host_bytes(self) -> int:
         """Host memory held for pages."""
 
@@ -59,6 +62,10 @@ class OurSide:
     def run(self, ids: torch.Tensor) -> torch.Tensor:
         """See `Side`."""
         return self.engine.step(ids).loss
+
+    def reserve(self, tokens: int) -> None:
+        """See `Side`."""
+        self.engine.reserve(tokens)
 
     def host_bytes(self) -> int:
         """See `Side`."""
@@ -109,6 +116,9 @@ class TheirSide:
             loss = self.model(input_ids=ids, labels=ids, use_cache=False, return_dict=True).loss
             loss.backward()
         return loss.detach()
+
+    def reserve(self, tokens: int) -> None:
+        """See `Side`."""
 
     def host_bytes(self) -> int:
         """See `Side`."""
