@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -430,3 +431,23 @@ def test_fixed_rope_is_taken(kind: str) -> None:
     with oomb.Engine(model, CONFIG) as engine:
         expected = model(input_ids=ids, labels=ids).loss.detach()
         assert torch.allclose(engine.evaluate(ids), expected, rtol=1e-5, atol=0)
+
+
+def test_engines_may_be_made_by_several_threads():
+    """transformers' registry of masks is the process's."""
+    refused = []
+
+    def attach(model):
+        try:
+            oomb.Engine(model, oomb.EngineConfig(chunk_size=12, page_size=4)).close()
+        except ValueError as error:
+            refused.append(error)
+
+    for _ in range(10):
+        models = [tiny_model("llama", torch.float32) for _ in range(3)]
+        threads = [threading.Thread(target=attach, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert refused == []

@@ -11,6 +11,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import oomb.engine  # noqa: F401 - registers a name with transformers, once for good
+
 PLAIN = (str, int, float, bool, type(None), torch.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,10 @@ PLAIN_KEYWORDS = {
     "output_router_logits", "return_dict",
 }  # fmt: skip
 """Keywords that leave attention as it is; sliding windows are read from the mask itself."""
+
+
+_REGISTERED = threading.Lock()
+"""transformers' registry is the process's: one engine is attached at a time."""
 
 
 @contextmanager
@@ -45,11 +50,12 @@ def _mask_functions_visible(seen: dict[int, Callable]):
         seen[id(token)] = mask_function
         return token
 
-    AttentionMaskInterface.register(NAME, note)
-    try:
-        yield
-    finally:
-        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
+    with _REGISTERED:
+        AttentionMaskInterface.register(NAME, note)
+        try:
+            yield
+        finally:
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
 
 
 def watch_attention(model: CausalLM) -> tuple[list[AttentionLayer], type]:
