@@ -10,7 +10,8 @@ import torch
 
 from oomb.config import OffloadConfig
 from oomb.offload.ring import NAN_BYTE
-from oomb.offload.tier import HostMemory, Tier, make_tier
+from oomb.offload.simulated import SimulatedTier
+from oomb.offload.tier import HostMemory, Tier
 
 GIB = 2**30
 
@@ -116,6 +117,15 @@ class OffloadStore:
                 f"{_gib(spare + freed)} to spare; raise gpu_budget, train on a shorter context, or "
                 "give host_budget if the host can do more than it says"
             )
+
+
+def make_tier(device: torch.device, *, pinned: bool) -> Tier:
+    """The tier for a model on `device`: CUDA streams, or threads that stand for them on a CPU."""
+    if device.type == "cuda":
+        from oomb.offload.cuda import CudaTier
+
+        return CudaTier(device, pinned=pinned)
+    return SimulatedTier()
 
 
 def _nbytes(memory: HostMemory) -> int:

@@ -65,14 +65,3 @@ class HostMemory(Protocol):
 
     def free(self) -> None:
         """Give it back; no copy may be under way."""
-
-
-def make_tier(device: torch.device, *, pinned: bool) -> Tier:
-    """The tier for a model on `device`: CUDA streams, or threads that stand for them on a CPU."""
-    if device.type == "cuda":
-        from oomb.offload.cuda import CudaTier
-
-        return CudaTier(device, pinned=pinned)
-    from oomb.offload.simulated import SimulatedTier
-
-    return SimulatedTier()
