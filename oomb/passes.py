@@ -35,12 +35,11 @@ from oomb.loss import (
     linear_loss_and_gradient,
 )
 from oomb.moe import RouterBalance
-from oomb.offload import HostOutputs, OffloadStore, make_history, reserve_for_step
+from oomb.offload import HostOutputs, OffloadStore, make_history
 from oomb.probes import is_watched, router_settings
 from oomb.profiling.stage import Place, place, stage
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, Phase
-from oomb.segments import segment_pages
 
 
 @dataclass(frozen=True)
@@ -82,17 +81,12 @@ class Passes:
         self._device = installed.model.device
         self._columns = Columns(batch, self._device)
         self._on_event = config.recorder.on_event if config.recorder is not None else None
-        if store is not None:
-            rows, gradients = len(batch.lengths), step is not None
-            layers = self._facts.layers
-            reserve_for_step(layers, store, config, plan, rows=rows, gradients=gradients)
         self._history = make_history(
-            [layer.shape for layer in self._facts.layers],
+            self._facts.layers,
             store,
-            pages_per_row=plan.pages_per_row,
-            page_size=config.page_size,
-            segment_pages=segment_pages(config, plan.pages_per_row),
-            page_grad_dtype=config.page_grad_dtype,
+            config,
+            plan,
+            rows=len(batch.lengths),
             gradients=step is not None,
             device=self._device,
         )
@@ -110,7 +104,7 @@ class Passes:
         self._chunk: Chunk | None = None
 
     def _make_fill_outputs(self) -> FillOutputs:
-        filled = [chunk for chunk in self._plan.chunks[:-1] if not self._stays_alive(chunk)]
+        filled = self._plan.chunks[: -self._config.live_chunks]
         if not (self._config.keep_fill_outputs and self._step is not None and filled):
             return FillOutputs(keep=False)
         if not self._outputs_on_host:
@@ -129,17 +123,16 @@ class Passes:
         before = RandomState.capture(self._device)
         self._random.append(before)
         self._expect(chunk, forward=True)
-        if self._stays_alive(chunk):
-            with self._at("fill", chunk), torch.enable_grad():
-                self._hold_pages(chunk)
-                self._live[chunk.index] = output, _ = self._forward(chunk)
-                self._count_experts(chunk, output)
-            return
-        with self._at("fill", chunk, ending=self._ending), torch.no_grad():
+        alive = self._stays_alive(chunk)
+        ending = None if alive else self._ending
+        with self._at("fill", chunk, ending=ending), torch.set_grad_enabled(alive):
             self._hold_pages(chunk)
-            output, _ = self._forward(chunk)
+            output, ids = self._forward(chunk)
             self._count_experts(chunk, output)
-        self._ending.chunk_done(before, RandomState.capture(self._device))
+        if alive:
+            self._live[chunk.index] = output, ids
+        else:
+            self._ending.chunk_done(before, RandomState.capture(self._device))
 
     def _ends_early(self, chunk: Chunk) -> bool:
         return self._ending.comes and not self._stays_alive(chunk)

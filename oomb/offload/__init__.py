@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from oomb.cache import History
-from oomb.cache.pool import LayerShape
 from oomb.chunking import ChunkPlan
 from oomb.config import EngineConfig
 from oomb.offload.history import OffloadedHistory, host_memory
@@ -32,55 +31,47 @@ __all__ = [
 
 
 def make_history(
-    layers: list[LayerShape],
+    layers: list[AttentionLayer],
     store: OffloadStore | None,
+    config: EngineConfig,
+    plan: ChunkPlan,
     *,
-    pages_per_row: list[int],
-    page_size: int,
-    segment_pages: int,
-    page_grad_dtype: torch.dtype,
+    rows: int,
     gradients: bool,
     device: torch.device,
 ) -> History:
     """A step's history: on two tiers where there is a store and the budget does not hold all.
 
     Args:
-        layers: what each layer stores.
+        layers: attention layers.
         store: what the engine keeps for offloading, or None.
-        pages_per_row: pages of each row.
-        page_size: tokens of a page.
-        segment_pages: pages of a segment.
-        page_grad_dtype: in which page gradients accumulate.
+        config: the engine's settings.
+        plan: the step's chunks.
+        rows: rows of the batch.
         gradients: whether there will be page gradients.
         device: of the model.
 
     Returns:
-        The history.
+        The history; the host memory of the whole step is there.
 
     Raises:
         ValueError: a budget is too small; nothing was taken.
         MemoryError: the host does not give what the step needs.
     """
     shape = {
-        "pages_per_row": pages_per_row,
-        "page_size": page_size,
-        "segment_pages": segment_pages,
-        "page_grad_dtype": page_grad_dtype,
+        "pages_per_row": plan.pages_per_row,
+        "page_size": config.page_size,
+        "segment_pages": segment_pages(config, plan.pages_per_row),
+        "page_grad_dtype": config.page_grad_dtype,
         "device": device,
     }
+    shapes = [layer.shape for layer in layers]
     if store is None:
-        return History(layers, **shape)
-    residency = _residency(
-        layers,
-        store,
-        pages_per_row,
-        page_size,
-        segment_pages,
-        page_grad_dtype if gradients else None,
-    )
+        return History(shapes, **shape)
+    residency = reserve_for_step(layers, store, config, plan, rows=rows, gradients=gradients)
     if not residency.host_slots:
-        return History(layers, **shape)
-    return OffloadedHistory(layers, **shape, store=store, residency=residency)
+        return History(shapes, **shape)
+    return OffloadedHistory(shapes, **shape, store=store, residency=residency)
 
 
 def reserve_for_step(
@@ -91,7 +82,7 @@ def reserve_for_step(
     *,
     rows: int,
     gradients: bool,
-) -> None:
+) -> Residency:
     """Make sure of all the host memory that a step will ask for, before it takes anything.
 
     Args:
@@ -102,38 +93,25 @@ def reserve_for_step(
         rows: rows of the batch.
         gradients: whether there will be page gradients.
 
+    Returns:
+        Which of the step's slots are where.
+
     Raises:
         ValueError: a budget is too small; nothing was taken.
         MemoryError: the host does not give what the step needs.
     """
-    residency = _residency(
+    residency = Residency.plan(
         [layer.shape for layer in layers],
-        store,
-        plan.pages_per_row,
-        config.page_size,
-        segment_pages(config, plan.pages_per_row),
-        config.page_grad_dtype if gradients else None,
+        pages_per_row=plan.pages_per_row,
+        page_size=config.page_size,
+        segment_pages=segment_pages(config, plan.pages_per_row),
+        page_grad_dtype=config.page_grad_dtype if gradients else None,
+        gpu_budget=store.gpu_budget,
+        ring_depth=store.config.ring_depth,
     )
     wanted = host_memory(residency) if residency.host_slots else {}
     filled = plan.chunks[: -config.live_chunks]
     if gradients and config.keep_fill_outputs and store.config.fill_outputs and filled:
         wanted |= outputs_on_host(layers, rows * filled[-1].stop)
-    store.reserve(wanted, idle=True)
-
-
-def _residency(
-    layers: list[LayerShape],
-    store: OffloadStore,
-    pages_per_row: list[int],
-    page_size: int,
-    segment_pages: int,
-    page_grad_dtype: torch.dtype | None,
-) -> Residency:
-    return Residency.plan(
-        layers,
-        slots=sum(-(-pages // segment_pages) for pages in pages_per_row),
-        tokens_per_slot=segment_pages * page_size,
-        page_grad_dtype=page_grad_dtype,
-        gpu_budget=store.gpu_budget,
-        ring_depth=store.config.ring_depth,
-    )
+    store.reserve(wanted)
+    return residency

@@ -5,7 +5,6 @@ Attention sees no difference but one: a segment is there until the next one is a
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,9 +13,10 @@ from oomb.cache import History, PagePool, Segment, Visit
 from oomb.cache.pool import LayerShape, as_attended
 from oomb.chunking import Chunk
 from oomb.offload.residency import STAGING_BUFFERS, Residency
-from oomb.offload.ring import NAN_BYTE, HostPages, Load, SegmentRing, token_pairs
+from oomb.offload.ring import HostPages, Load, SegmentRing, token_pairs
+from oomb.offload.staging import Staging
 from oomb.offload.store import OffloadStore
-from oomb.offload.tier import Done
+from oomb.offload.tier import Pairs
 from oomb.profiling.live_bytes import category
 from oomb.profiling.stage import stage
 
@@ -40,12 +40,8 @@ class OffloadedHistory(History):
         segment_pages: pages of a segment.
         page_grad_dtype: in which page gradients accumulate.
         device: of the model.
-        store: the tier, and host memory that outlives the step.
+        store: the tier, and host memory that is reserved for the step.
         residency: which slots are where.
-
-    Raises:
-        ValueError: the host memory is more than its budget, or than there is.
-        MemoryError: the host does not give what the step needs.
     """
 
     resident = False
@@ -62,7 +58,6 @@ class OffloadedHistory(History):
         store: OffloadStore,
         residency: Residency,
     ) -> None:
-        self._memory = store.reserve(host_memory(residency))
         super().__init__(
             layers,
             pages_per_row=pages_per_row,
@@ -72,21 +67,20 @@ class OffloadedHistory(History):
             device=device,
             gpu_slots=residency.gpu_slots,
         )
-        self._tier, self._poison = store.tier, store.config.poison
+        self._tier, self._store = store.tier, store
         self._host_slots = residency.host_slots
         self._host = HostPages(self._host_pool(KEYS))
         with category("segment_ring"):
             self._ring = SegmentRing(
                 self._tier, self._host, layers, self._segment_tokens, store.config.ring_depth,
-                device, poison=self._poison,
+                device, poison=store.config.poison,
             )  # fmt: skip
-            self._staging: deque[tuple[torch.Tensor, list[Done]]] = deque(
-                (self._ring.room_for_keys(), []) for _ in range(STAGING_BUFFERS)
-            )
+            rooms = [self._ring.room_for_keys() for _ in range(STAGING_BUFFERS)]
+        self._staging = Staging(self._tier, rooms, poison=store.config.poison)
 
     def _host_pool(self, what: str, dtype: torch.dtype | None = None) -> PagePool:
         return PagePool.over(
-            self._memory[what],
+            self._store.pieces(what),
             self._layers,
             slots=self._host_slots,
             tokens_per_slot=self._segment_tokens,
@@ -167,16 +161,12 @@ class OffloadedHistory(History):
             super()._write(layer, slot, start, k, v)
             return
         at, stop = slot - self.table.gpu_slots, start + k.shape[1]
-        room, free_after = self._staging.popleft()
-        self._tier.begin(room, free_after)
-        if self._poison:
-            room.fill_(NAN_BYTE)
-        staged = self._ring.keys_view(layer, room)
-        for which, own in enumerate((k, v)):
-            staged[which, start:stop].copy_(own.transpose(0, 1))
-        written = self._tier.end(room)
+
+        def fill(room: torch.Tensor) -> Pairs:
+            staged = self._ring.keys_view(layer, room)
+            for which, own in enumerate((k, v)):
+                staged[which, start:stop].copy_(own.transpose(0, 1))
+            return token_pairs(self._host.keys.slot(layer, at), staged, start, stop)
+
         with stage("copy_out", layer):
-            pairs = token_pairs(self._host.keys.slot(layer, at), staged, start, stop)
-            sent = self._tier.copy_out(pairs, [written])
-        self._host.written["keys", layer, at] = sent
-        self._staging.append((room, [sent]))
+            self._host.written["keys", layer, at] = self._staging.send(fill)

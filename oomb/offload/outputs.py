@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from oomb.chunking import Chunk
 from oomb.fill_outputs import FillOutputs, Kept
-from oomb.offload.ring import NAN_BYTE
+from oomb.offload.staging import Staging
 from oomb.offload.store import OffloadStore
-from oomb.offload.tier import Done
+from oomb.offload.tier import Done, Pairs
 from oomb.probes import AttentionLayer
 from oomb.profiling.live_bytes import category
 
@@ -33,27 +32,15 @@ def host_memory(layers: list[AttentionLayer], tokens: int) -> dict[str, list[int
     return {OUTPUTS: [size for layer in layers for size in _bytes(layer, tokens)]}
 
 
-@dataclass
-class _Room:
-    """GPU memory in which an output waits to be sent."""
-
-    memory: torch.Tensor
-    free_after: list[Done] = field(default_factory=list)
-
-
 class HostOutputs(FillOutputs):
     """Per chunk and layer, attention's output and log-sum-exp, in host memory.
 
     Args:
-        store: the tier, and host memory that outlives the step.
+        store: the tier, and host memory that is reserved for the step.
         layers: attention layers.
         chunks: those that are filled and run again later, from the first on.
         rows: rows of the batch.
         device: of the model.
-
-    Raises:
-        ValueError: the host memory is more than its budget, or than there is.
-        MemoryError: the host does not give what the step needs.
     """
 
     def __init__(
@@ -65,36 +52,30 @@ class HostOutputs(FillOutputs):
         device: torch.device,
     ) -> None:
         super().__init__(keep=True)
-        self._tier, self._device, self._poison = store.tier, device, store.config.poison
+        self._tier, self._device = store.tier, device
         self._layers, self._rows = layers, rows
         self._first = {chunk.index: rows * chunk.start for chunk in chunks}
         self._tokens = {chunk.index: rows * (chunk.stop - chunk.start) for chunk in chunks}
-        self._host = store.reserve(host_memory(layers, sum(self._tokens.values())))[OUTPUTS]
+        self._host = store.pieces(OUTPUTS)
         longest = max(self._tokens.values())
         room = ALIGNMENT + max(sum(_bytes(layer, longest)) for layer in layers)
         with category("segment_ring"):
-            self._staging = deque(
-                _Room(torch.empty(room, dtype=torch.uint8, device=device)) for _ in range(AHEAD)
-            )
+            rooms = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(AHEAD)]
+        self._staging = Staging(self._tier, rooms, poison=store.config.poison)
         self._sent: dict[tuple[int, int], Done] = {}
         self._announced: deque[int] = deque()
         self._coming: deque[tuple[int, Kept, Done]] = deque()
 
     def put(self, chunk: Chunk, layer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """See `FillOutputs`; it is on its way to the host when this returns."""
-        room = self._staging.popleft()
-        self._tier.begin(room.memory, room.free_after)
-        if self._poison:
-            room.memory.fill_(NAN_BYTE)
-        staged = _views(room.memory, (out.shape, out.dtype), (lse.shape, lse.dtype))
-        for to, source in zip(staged, (out, lse), strict=True):
-            to.copy_(source)
-        written = self._tier.end(room.memory)
-        pairs = list(zip(self._place(chunk, layer), staged, strict=True))
-        sent = self._tier.copy_out(pairs, [written])
-        self._sent[chunk.index, layer] = sent
-        room.free_after = [sent]
-        self._staging.append(room)
+
+        def fill(room: torch.Tensor) -> Pairs:
+            staged = _views(room, (out.shape, out.dtype), (lse.shape, lse.dtype))
+            for to, source in zip(staged, (out, lse), strict=True):
+                to.copy_(source)
+            return list(zip(self._place(chunk, layer), staged, strict=True))
+
+        self._sent[chunk.index, layer] = self._staging.send(fill)
 
     def expect(self, chunk: Chunk, layers: Iterable[int]) -> None:
         """See `FillOutputs`."""

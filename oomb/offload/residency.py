@@ -36,8 +36,9 @@ class Residency:
         cls,
         layers: list[LayerShape],
         *,
-        slots: int,
-        tokens_per_slot: int,
+        pages_per_row: list[int],
+        page_size: int,
+        segment_pages: int,
         page_grad_dtype: torch.dtype | None,
         gpu_budget: int | None,
         ring_depth: int,
@@ -46,8 +47,9 @@ class Residency:
 
         Args:
             layers: what each layer stores.
-            slots: of the whole batch.
-            tokens_per_slot: tokens of a segment.
+            pages_per_row: pages of each row.
+            page_size: tokens of a page.
+            segment_pages: pages of a segment, which a slot holds.
             page_grad_dtype: as configured; None where there are no page gradients.
             gpu_budget: bytes for pages and ring on the GPU; 0 asks for as few as possible, None
                 has all there.
@@ -59,6 +61,8 @@ class Residency:
         Raises:
             ValueError: the budget does not hold the ring, nor all of the pages.
         """
+        slots = sum(-(-pages // segment_pages) for pages in pages_per_row)
+        tokens_per_slot = segment_pages * page_size
         dtypes = [layer.dtype for layer in layers]
         grad_dtypes = [
             torch.promote_types(page_grad_dtype, dtype) for dtype in dtypes if page_grad_dtype

@@ -95,7 +95,6 @@ class OrdinaryMemory:
     """Host memory that no GPU knows of."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.nbytes = sum(sizes)
         self.pieces = [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
     def free(self) -> None:

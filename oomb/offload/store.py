@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import weakref
-from pathlib import Path
 
 import torch
 
 from oomb.config import OffloadConfig
+from oomb.meminfo import meminfo
 from oomb.offload.ring import NAN_BYTE
 from oomb.offload.simulated import SimulatedTier
 from oomb.offload.tier import HostMemory, Tier
@@ -35,28 +34,23 @@ class OffloadStore:
         # What an engine that is never closed has taken is given back with it.
         self._finalizer = weakref.finalize(self, _free, self.tier, self._memory)
 
-    def reserve(
-        self, wanted: dict[str, list[int]], *, idle: bool = False
-    ) -> dict[str, list[torch.Tensor]]:
-        """Host memory for a step.
+    def reserve(self, wanted: dict[str, list[int]]) -> None:
+        """Make sure of a step's host memory; nothing of what is held may be in use.
 
         Args:
             wanted: by content, bytes of each piece.
-            idle: nothing that is held is in use, so that it may be given back to stay within the
-                budget.
-
-        Returns:
-            The same as uint8 tensors, each at least as long; what is in them is anything.
 
         Raises:
             ValueError: it is more than `host_budget`, or than the host has to spare.
             MemoryError: the host does not give it.
         """
-        if idle and self._too_much(wanted):
-            self._give_back()
-        small = [what for what, sizes in wanted.items() if not self._holds(what, sizes)]
-        self._refuse_too_much(wanted, small)
-        for what in small:
+        if self._refusal(wanted) is not None:  # what other steps needed may be in the way
+            self.tier.drain()
+            _free_all(self._memory)
+        refusal = self._refusal(wanted)
+        if refusal is not None:
+            raise ValueError(refusal)
+        for what in self._too_small(wanted):
             if what in self._memory:  # its place is needed for the larger one
                 self.tier.drain()
                 self._memory.pop(what).free()
@@ -64,7 +58,10 @@ class OffloadStore:
         if self.config.poison:
             for piece in (piece for each in self._memory.values() for piece in each.pieces):
                 piece.fill_(NAN_BYTE)
-        return {what: self._memory[what].pieces for what in wanted}
+
+    def pieces(self, what: str) -> list[torch.Tensor]:
+        """Reserved memory of one content: uint8, at least as long as asked; anything is in it."""
+        return self._memory[what].pieces
 
     @property
     def nbytes(self) -> int:
@@ -75,18 +72,8 @@ class OffloadStore:
         """Give everything back; closing twice is allowed."""
         self._finalizer()
 
-    def _too_much(self, wanted: dict[str, list[int]]) -> bool:
-        try:
-            small = [what for what, sizes in wanted.items() if not self._holds(what, sizes)]
-            self._refuse_too_much(wanted, small)
-        except ValueError:
-            return True
-        return False
-
-    def _give_back(self) -> None:
-        self.tier.drain()
-        while self._memory:
-            self._memory.popitem()[1].free()
+    def _too_small(self, wanted: dict[str, list[int]]) -> list[str]:
+        return [what for what, sizes in wanted.items() if not self._holds(what, sizes)]
 
     def _holds(self, what: str, sizes: list[int]) -> bool:
         if what not in self._memory:
@@ -96,27 +83,30 @@ class OffloadStore:
             piece.numel() >= size for piece, size in zip(pieces, sizes, strict=True)
         )
 
-    def _refuse_too_much(self, wanted: dict[str, list[int]], small: list[str]) -> None:
+    def _refusal(self, wanted: dict[str, list[int]]) -> str | None:
+        """Why what is wanted beside what is kept is too much, or None."""
+        small = self._too_small(wanted)
         needed = sum(sum(sizes) for sizes in wanted.values())
         kept = sum(_nbytes(each) for what, each in self._memory.items() if what not in small)
         more = sum(sum(wanted[what]) for what in small)
         budget = self.config.host_budget
         if budget is not None:
-            if kept + more > budget:
-                raise ValueError(
-                    f"this step needs {needed} bytes ({_gib(needed)}) of host memory, more than "
-                    f"host_budget={budget} bytes ({_gib(budget)}); raise host_budget or "
-                    "gpu_budget, or train on a shorter context"
-                )
-            return
+            if kept + more <= budget:
+                return None
+            return (
+                f"this step needs {needed} bytes ({_gib(needed)}) of host memory, more than "
+                f"host_budget={budget} bytes ({_gib(budget)}); raise host_budget or "
+                "gpu_budget, or train on a shorter context"
+            )
         freed = sum(_nbytes(self._memory[what]) for what in small if what in self._memory)
         spare = _spare_bytes()
-        if spare is not None and more > spare + freed:
-            raise ValueError(
-                f"this step needs {_gib(more)} more of host memory for pages, and the host has "
-                f"{_gib(spare + freed)} to spare; raise gpu_budget, train on a shorter context, or "
-                "give host_budget if the host can do more than it says"
-            )
+        if spare is None or more <= spare + freed:
+            return None
+        return (
+            f"this step needs {_gib(more)} more of host memory for pages, and the host has "
+            f"{_gib(spare + freed)} to spare; raise gpu_budget, train on a shorter context, or "
+            "give host_budget if the host can do more than it says"
+        )
 
 
 def make_tier(device: torch.device, *, pinned: bool) -> Tier:
@@ -138,15 +128,14 @@ def _gib(count: int) -> str:
 
 def _spare_bytes() -> int | None:
     """What Linux says can be taken without swapping; None where it says nothing."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    return int(found[1]) * 1024 if found else None
+    return meminfo("MemAvailable")
 
 
 def _free(tier: Tier, memory: dict[str, HostMemory]) -> None:
     tier.close()
+    _free_all(memory)
+
+
+def _free_all(memory: dict[str, HostMemory]) -> None:
     while memory:
         memory.popitem()[1].free()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 import oomb
 from oomb.bench.inputs import DTYPES, InputError, check_least, choose, one_sentence
 from oomb.bench.models import QWEN2_7B
+from oomb.meminfo import meminfo
 from oomb.planner.memory import GIB, OPTIMIZERS, Machine
 from oomb.planner.model import ModelSizes
 
@@ -118,10 +118,7 @@ def _machine(options: PlanOptions) -> Machine:
 
 
 def _host_bytes() -> int:
-    try:
-        found = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        found = None
-    if found is None:
+    total = meminfo("MemTotal")
+    if total is None:
         raise InputError("This system does not say how much memory it has: give --host.")
-    return int(found[1]) * 1024
+    return total

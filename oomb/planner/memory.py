@@ -183,11 +183,11 @@ def changes(
 def _pages(
     sizes: ModelSizes, config: EngineConfig, pages_per_row: list[int]
 ) -> dict[str, dict[str, int]]:
-    segment = segment_pages(config, pages_per_row)
     residency = Residency.plan(
         sizes.layers,
-        slots=sum(-(-pages // segment) for pages in pages_per_row),
-        tokens_per_slot=segment * config.page_size,
+        pages_per_row=pages_per_row,
+        page_size=config.page_size,
+        segment_pages=segment_pages(config, pages_per_row),
         page_grad_dtype=config.page_grad_dtype,
         gpu_budget=_budget(config),
         ring_depth=config.offload.ring_depth if config.offload is not None else 0,
