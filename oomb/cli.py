@@ -24,6 +24,14 @@ bench = typer.Typer(help="Measure OOMB beside what people use otherwise.", no_ar
 app.add_typer(bench, name="bench")
 
 
+# Options that several commands have.
+KeepFillOutputs = Annotated[
+    bool, typer.Option(help="Keep the fill's attention outputs for the sweep.")
+]
+Offload = Annotated[bool, typer.Option(help="Let pages live in host memory.")]
+GpuBudget = Annotated[float, typer.Option(help="GiB of pages that stay on the GPU with --offload.")]
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         import oomb
@@ -158,13 +166,9 @@ def plan(
     grad_dtype: Annotated[str, typer.Option(help="Of weight gradients.")] = "fp32",
     page_grad_dtype: Annotated[str, typer.Option(help="Of gradients in pages.")] = "fp32",
     live_chunks: Annotated[int, typer.Option(help="Chunks whose activations stay alive.")] = 1,
-    keep_fill_outputs: Annotated[
-        bool, typer.Option(help="Keep the fill's attention outputs for the sweep.")
-    ] = False,
-    offload: Annotated[bool, typer.Option(help="Let pages live in host memory.")] = False,
-    gpu_budget: Annotated[
-        float, typer.Option(help="GiB of pages that stay on the GPU with --offload.")
-    ] = 0.0,
+    keep_fill_outputs: KeepFillOutputs = False,
+    offload: Offload = False,
+    gpu_budget: GpuBudget = 0.0,
     optimizer: Annotated[str, typer.Option(help="none, sgd, momentum or adamw.")] = "none",
     gpu: Annotated[
         float | None, typer.Option(help="GiB of GPU memory, instead of this machine's.")
@@ -223,13 +227,9 @@ def bench_step(
     live_chunks: Annotated[
         int, typer.Option(help="Chunks whose activations stay alive; above 1 with --policy keep.")
     ] = 1,
-    keep_fill_outputs: Annotated[
-        bool, typer.Option(help="Keep the fill's attention outputs for the sweep.")
-    ] = False,
-    offload: Annotated[bool, typer.Option(help="Let pages live in host memory.")] = False,
-    gpu_budget: Annotated[
-        float, typer.Option(help="GiB of pages that stay on the GPU with --offload.")
-    ] = 0.0,
+    keep_fill_outputs: KeepFillOutputs = False,
+    offload: Offload = False,
+    gpu_budget: GpuBudget = 0.0,
     ring_depth: Annotated[int, typer.Option(help="GPU buffers of --offload's ring.")] = 3,
     backend: Annotated[str, typer.Option(help="auto, or an attention backend.")] = "auto",
     accumulate: Annotated[

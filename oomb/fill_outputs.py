@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from oomb.cache.pool import LayerShape
 from oomb.chunking import Chunk
 from oomb.profiling.live_bytes import category
 
@@ -66,3 +67,10 @@ class FillOutputs:
             for kept in layers.values()
             for tensor in kept
         )
+
+
+def output_bytes(shape: LayerShape, query_heads: int, tokens: int) -> tuple[int, int]:
+    """Bytes of a layer's attention outputs and of their log-sum-exps."""
+    wide = torch.promote_types(shape.dtype, torch.float32)
+    numbers = tokens * query_heads
+    return numbers * shape.dim * shape.dtype.itemsize, numbers * wide.itemsize

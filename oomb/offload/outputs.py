@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from oomb.chunking import Chunk
-from oomb.fill_outputs import FillOutputs, Kept
+from oomb.fill_outputs import FillOutputs, Kept, output_bytes
 from oomb.offload.staging import Staging
 from oomb.offload.store import OffloadStore
 from oomb.offload.tier import Done, Pairs
@@ -148,10 +148,7 @@ class HostOutputs(FillOutputs):
 
 
 def _bytes(layer: AttentionLayer, tokens: int) -> tuple[int, int]:
-    """Of outputs and of log-sum-exps."""
-    wide = torch.promote_types(layer.shape.dtype, torch.float32)
-    numbers = tokens * layer.query_heads
-    return numbers * layer.shape.dim * layer.shape.dtype.itemsize, numbers * wide.itemsize
+    return output_bytes(layer.shape, layer.query_heads, tokens)
 
 
 def _views(memory: torch.Tensor, *wanted: tuple[Sequence[int], torch.dtype]) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from oomb.config import EngineConfig, OffloadConfig
+from oomb.fill_outputs import output_bytes
 from oomb.loss import block_size
 from oomb.offload import Residency
 from oomb.planner.model import ModelSizes
@@ -220,9 +221,7 @@ def _fill_outputs(sizes: ModelSizes, config: EngineConfig, tokens: int) -> int:
 
 def _output_bytes(sizes: ModelSizes) -> int:
     """Attention output and log-sum-exp of one token and layer."""
-    layer = sizes.layers[0]
-    wide = torch.promote_types(layer.dtype, torch.float32)
-    return sizes.query_heads * (layer.dim * layer.dtype.itemsize + wide.itemsize)
+    return sum(output_bytes(sizes.layers[0], sizes.query_heads, tokens=1))
 
 
 def _activation_bytes(sizes: ModelSizes, config: EngineConfig) -> int:

@@ -194,7 +194,7 @@ class TritonBackend:
         return Part(
             _aligned(k), _aligned(v), k.shape[2], grad_k, grad_v,
             causal=True, window=call.window, lowest=lowest, beyond=beyond,
-            copies=has_copy_engine(_capability(k.device)),
+            copies=_copies(k),
         )  # fmt: skip
 
     def _parts(self, call: LayerCall, *, gradients: bool) -> Iterator[tuple[Read, Part]]:
@@ -218,7 +218,7 @@ def _in_pages(call: LayerCall, read: Read) -> Iterator[tuple[Read, Part]]:
     keys = read.last - first
     part = Part(
         pages.k, pages.v, keys, pages.grad_k, pages.grad_v, pages.rows, pages.page_size,
-        offset=keys, window=call.window, copies=has_copy_engine(_capability(pages.k.device)),
+        offset=keys, window=call.window, copies=_copies(pages.k),
     )  # fmt: skip
     yield read, part
 
@@ -229,7 +229,7 @@ def _in_segments(call: LayerCall, read: Read, *, gradients: bool) -> Iterator[tu
         part = Part(
             segment.k, segment.v, segment.k.shape[2], segment.grad_k, segment.grad_v,
             offset=read.last - segment.first, window=call.window,
-            copies=has_copy_engine(_capability(segment.k.device)),
+            copies=_copies(segment.k),
         )  # fmt: skip
         yield read, part
 
@@ -353,6 +353,10 @@ def _sources(x: torch.Tensor, y: torch.Tensor, rows: int, width: int, *, describ
 
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def _copies(x: torch.Tensor) -> bool:
+    return has_copy_engine(_capability(x.device))
 
 
 def _descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
