@@ -1,5 +1,6 @@
 """Live bytes: every storage counted once, from its making until it is freed."""
 
+import threading
 import weakref
 
 import numpy as np
@@ -149,6 +150,27 @@ def test_a_category_ends_even_where_its_body_raises():
             raise KeyError
         kept = torch.zeros(KB)
     assert live.current_by == {"other": kept.nbytes}
+
+
+def test_threads_have_their_own_category():
+    """Whichever order their blocks end in."""
+    inside, done = threading.Event(), threading.Event()
+
+    def other_thread():
+        with category("page_gradients"):
+            inside.set()
+            assert done.wait(10)
+
+    thread = threading.Thread(target=other_thread)
+    with category("kv_pages"):
+        thread.start()
+        assert inside.wait(10)
+    with LiveBytes() as live:
+        kept = torch.zeros(KB)
+        done.set()
+        thread.join()
+        more = torch.zeros(KB)
+    assert live.current_by == {"other": kept.nbytes + more.nbytes}
 
 
 def test_an_address_used_again_is_counted_again():

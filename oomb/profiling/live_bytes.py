@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 OTHER = "other"
-_current_category = OTHER
+_current_category = ContextVar("_current_category", default=OTHER)  # every thread has its own
 
 
 @contextmanager
 def category(name: str) -> Iterator[None]:
     """Count storages made inside under `name` instead of `other`."""
-    global _current_category
-    before, _current_category = _current_category, name
+    token = _current_category.set(name)
     try:
         yield
     finally:
-        _current_category = before
+        _current_category.reset(token)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         known = self._seen.get(key)
         if known is None:
-            known = self._seen[key] = _Storage(_current_category if new else None)
+            known = self._seen[key] = _Storage(_current_category.get() if new else None)
             weakref.finalize(storage, self._forget, key).atexit = False
         if known.category is not None and size != known.size:  # new, or resized
             name = known.category
