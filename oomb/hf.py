@@ -27,7 +27,7 @@ _HANDLERS: weakref.WeakKeyDictionary[nn.Module, AttentionHandler] = weakref.Weak
 _ABSENT = object()
 
 
-def _attention(
+def attend(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -37,6 +37,7 @@ def _attention(
     dropout: float = 0.0,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: the handler of the engine at work answers."""
     handler = _HANDLERS.get(module)
     if handler is None:
         raise RuntimeError(
@@ -47,7 +48,7 @@ def _attention(
     return handler(module, query, key, value, attention_mask, scaling, dropout, keywords), None
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, attend)
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,14 @@ class CausalLM:
 
     @contextmanager
     def attention_by(
-        self, modules: Iterable[nn.Module], handler: AttentionHandler
+        self, modules: Iterable[nn.Module], handler: AttentionHandler, implementation: str = NAME
     ) -> Iterator[None]:
-        """Send the attention of `modules` to `handler`."""
+        """Send the attention of `modules` to `handler`, under a name that is registered for it."""
         with Switch() as switch:
             for module in self.whole.modules():
                 config = getattr(module, "config", None)
                 if hasattr(config, IMPLEMENTATION):
-                    switch.set(config, IMPLEMENTATION, NAME)
+                    switch.set(config, IMPLEMENTATION, implementation)
                 if getattr(module, "gradient_checkpointing", False):
                     switch.set(module, "gradient_checkpointing", False)  # the engine has its own
             for module in modules:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from oomb.cache.pool import LayerShape
-from oomb.hf import NAME, CausalLM, without_traces
+from oomb.hf import CausalLM, attend, without_traces
 from oomb.probes.facts import AttentionLayer
 
 PLAIN_KEYWORDS = {
@@ -23,45 +21,47 @@ PLAIN_KEYWORDS = {
 """Keywords that leave attention as it is; sliding windows are read from the mask itself."""
 
 
-_REGISTERED = threading.Lock()
-"""transformers' registry is the process's: one engine is attached at a time."""
+WATCHED = "oomb_watched"
+"""The implementation that a model has while it is watched: other threads' models never have it."""
+
+_masks: ContextVar[dict[int, MaskNote]] = ContextVar("_masks")
 
 
-@contextmanager
-def _mask_functions_visible(seen: dict[int, Callable]):
-    """Register a mask builder that only notes the mask function and returns a token for it.
+class MaskNote(NamedTuple):
+    """A mask that a model asked for: what it was given, and the function that says who is seen."""
 
-    Registered for good it would cost a host synchronisation per forward on some models.
+    token: torch.Tensor  # kept, so that its id is not used again
+    function: Callable
+
+
+def _note_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *args: Any,
+    mask_function: Callable,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Note a mask's function and give a token for it.
+
+    The token is a real mask, for models that add it to their scores themselves and are refused
+    for that. In steps it would cost some models a host synchronisation per forward, so there the
+    implementation is another, which has no masks.
     """
-    tokens = []
+    token = torch.zeros((batch_size, 1, q_length, kv_length), device=device)
+    _masks.get()[id(token)] = MaskNote(token, mask_function)
+    return token
 
-    def note(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        *args: Any,
-        mask_function: Callable,
-        device: Any = "cpu",
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        # a real mask, for models that add it to their scores themselves and are refused for that
-        token = torch.zeros((batch_size, 1, q_length, kv_length), device=device)
-        tokens.append(token)  # keeps its id from being used again
-        seen[id(token)] = mask_function
-        return token
 
-    with _REGISTERED:
-        AttentionMaskInterface.register(NAME, note)
-        try:
-            yield
-        finally:
-            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
+AttentionInterface.register(WATCHED, attend)
+AttentionMaskInterface.register(WATCHED, _note_mask)
 
 
 def watch_attention(model: CausalLM) -> tuple[list[AttentionLayer], type]:
     """Run a few tokens and note every attention call."""
     layers: list[AttentionLayer] = []
-    masks: dict[int, Callable] = {}
+    masks: dict[int, MaskNote] = {}
     names = {module: name for name, module in model.whole.named_modules()}
 
     def handler(module, query, key, value, mask, scaling, dropout, keywords):
@@ -83,7 +83,8 @@ def watch_attention(model: CausalLM) -> tuple[list[AttentionLayer], type]:
                 f"{value.shape[-1]} x {value.dtype}; the engine's pages need both alike"
             )
         shape = LayerShape(heads=key.shape[1], dim=key.shape[3], dtype=key.dtype)
-        window = _window(name, masks.get(id(mask)), keywords.get("sliding_window"), model)
+        function = masks[id(mask)].function if mask is not None else None
+        window = _window(name, function, keywords.get("sliding_window"), model)
         heads = query.shape[1]
         layers.append(
             AttentionLayer(module, name, shape, heads, float(scaling), window, float(dropout))
@@ -95,10 +96,13 @@ def watch_attention(model: CausalLM) -> tuple[list[AttentionLayer], type]:
     modules = list(model.whole.modules())
     with (
         without_traces(model.whole, training=True),  # attention tells its dropout in training only
-        model.attention_by(modules, handler),
-        _mask_functions_visible(masks),
+        model.attention_by(modules, handler, WATCHED),
     ):
-        output = model.hidden_states(ids, positions)
+        noting = _masks.set(masks)
+        try:
+            output = model.hidden_states(ids, positions)
+        finally:
+            _masks.reset(noting)
     if not layers:
         raise ValueError(
             f"{type(model.whole).__name__} does not run its attention through transformers' "
