@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -259,19 +258,19 @@ class Engine:
             number, self._steps = self._steps, self._steps + 1
             with self._passes(batch, plan, attention, number) as passes:
                 watch.mark("fill")
-                start = time.perf_counter_ns()
+                phase = passes.phase("fill")
                 for chunk in plan.chunks[:-1]:
                     passes.fill(chunk)
                     yield passes.state("fill", chunk)
-                passes.phase_ended("fill", start)
+                phase.end()
                 passes.turn()
                 watch.mark("sweep")
-                start = time.perf_counter_ns()
+                phase = passes.phase("sweep")
                 for chunk in reversed(plan.chunks):
                     with ledger.hooks_held_back():
                         passes.sweep(chunk)
                     yield passes.state("sweep", chunk)
-                passes.phase_ended("sweep", start)
+                phase.end()
                 passes.finish()
                 watch.mark("end")
         return StepResult(passes.loss(), batch.num_label_tokens, watch.peak_memory(), watch.timings)

@@ -37,7 +37,11 @@ from oomb.loss import (
 from oomb.moe import RouterBalance
 from oomb.offload import HostOutputs, OffloadStore, make_history
 from oomb.probes import is_watched, router_settings
-from oomb.profiling.stage import Place, place, stage
+from oomb.profiling.clock import clock_of
+from oomb.profiling.place import Place, at_place
+from oomb.profiling.span import Span
+from oomb.profiling.stage import stage
+from oomb.profiling.timeline import Timeline
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, Phase
 
@@ -73,21 +77,24 @@ class Passes:
         step: int | None = None,
         store: OffloadStore | None = None,
     ) -> None:
-        self._step, self._store = step, store
+        self._training, self._store = step is not None, store
         self._installed = installed
         self._model, self._facts = installed.model, installed.facts
         self._config, self._batch, self._plan = config, batch, plan
         self._attention = attention
         self._device = installed.model.device
         self._columns = Columns(batch, self._device)
-        self._on_event = config.recorder.on_event if config.recorder is not None else None
+        self._timeline: Timeline | None = None
+        if config.recorder is not None:
+            clock = clock_of(self._device)
+            self._timeline = Timeline(config.recorder.on_event, clock, step)
         self._history = make_history(
             self._facts.layers,
             store,
             config,
             plan,
             rows=len(batch.lengths),
-            gradients=step is not None,
+            gradients=self._training,
             device=self._device,
         )
         router = router_settings(self._model)  # now, since they may change between steps
@@ -105,7 +112,7 @@ class Passes:
 
     def _make_fill_outputs(self) -> FillOutputs:
         filled = self._plan.chunks[: -self._config.live_chunks]
-        if not (self._config.keep_fill_outputs and self._step is not None and filled):
+        if not (self._config.keep_fill_outputs and self._training and filled):
             return FillOutputs(keep=False)
         if not self._outputs_on_host:
             return FillOutputs(keep=True)
@@ -122,10 +129,10 @@ class Passes:
         """Run a chunk and leave its K and V in pages; without gradients unless it stays alive."""
         before = RandomState.capture(self._device)
         self._random.append(before)
-        self._expect(chunk, forward=True)
         alive = self._stays_alive(chunk)
         ending = None if alive else self._ending
         with self._at("fill", chunk, ending=ending), torch.set_grad_enabled(alive):
+            self._expect(chunk, forward=True)
             self._hold_pages(chunk)
             output, ids = self._forward(chunk)
             self._count_experts(chunk, output)
@@ -142,8 +149,8 @@ class Passes:
 
     def evaluate(self, chunk: Chunk) -> torch.Tensor:
         """Run a chunk without gradients, its loss included; returns its hidden states."""
-        self._expect(chunk, forward=True)
         with self._at("fill", chunk, name="evaluate"), torch.no_grad():
+            self._expect(chunk, forward=True)
             self._hold_pages(chunk)
             output, ids = self._forward(chunk)
             if self._balance is not None:
@@ -166,8 +173,8 @@ class Passes:
     def sweep(self, chunk: Chunk) -> None:
         """Run a chunk's backward, after its forward unless that is alive; then free its pages."""
         self._random[chunk.index].restore()
-        self._expect(chunk, forward=chunk.index not in self._live, backward=True)
         with self._at("sweep", chunk), torch.enable_grad():
+            self._expect(chunk, forward=chunk.index not in self._live, backward=True)
             output, ids = self._live.pop(chunk.index, None) or self._forward(chunk)
             if chunk is self._plan.chunks[-1]:  # it had no fill, and one ordinary forward ends here
                 self._count_experts(chunk, output)
@@ -224,6 +231,8 @@ class Passes:
         self._live.clear()
         self._fill_outputs.close()
         self._history.close()
+        if self._timeline is not None:
+            self._timeline.close()
 
     # -- what both share --------------------------------------------------------------------------
 
@@ -249,12 +258,14 @@ class Passes:
             bytes_alive=MappingProxyType(alive),
         )
 
-    def phase_ended(self, name: Phase, start_ns: int) -> None:
-        """Tell the recorder of a whole pass.
+    def phase(self, name: Phase) -> Span:
+        """A whole pass, begun.
 
         No stage stays open around it: a caller may halt between chunks for as long as it likes.
         """
-        Place(self._step, name, None, self._on_event).emit("phase", None, start_ns)
+        span = Span(Place(name, None, self._timeline), "phase")
+        span.begin()
+        return span
 
     @property
     def _scale(self) -> float:
@@ -274,12 +285,16 @@ class Passes:
     ) -> Iterator[None]:
         """The engine is inside the model, at this chunk, until the chunk's backward has ended."""
         self._phase, self._chunk = phase, chunk
+        if self._timeline is not None:
+            self._timeline.clock.anchor()
         with (
-            place(name or phase, chunk.index, self._on_event, self._step),
+            at_place(Place(name or phase, chunk.index, self._timeline)),
             stage("chunk"),
             self._installed.switched_in(self._attend, ending),
         ):
             yield
+        if self._timeline is not None:
+            self._timeline.publish()
 
     def _expect(self, chunk: Chunk, *, forward: bool, backward: bool = False) -> None:
         """Tell the history in which order a chunk's attention will ask for it."""

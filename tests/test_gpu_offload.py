@@ -134,7 +134,9 @@ def test_a_forgotten_wait_shows(forgotten, monkeypatch):
     model, ids = model_and_ids(tokens=600)
     expected = run(model, ids, None)
     real = getattr(CudaTier, forgotten)
-    monkeypatch.setattr(CudaTier, forgotten, lambda self, what, after: real(self, what, ()))
+    monkeypatch.setattr(
+        CudaTier, forgotten, lambda self, what, after, *layer: real(self, what, (), *layer)
+    )
     slowed = "copy_out" if forgotten != "begin" else "copy_in"
     other = getattr(CudaTier, slowed)
 

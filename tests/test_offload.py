@@ -284,25 +284,21 @@ class Forgetful(SimulatedTier):
     forgets = ("", "")
 
     def _remembered(self, operation, after):
-        return [d for d in after if (operation, d.kind) != type(self).forgets]
-
-    @staticmethod
-    def _marked(kind, done):
-        done.kind = kind
-        return done
+        kinds = ["kernels" if done.copy is None else done.copy.kind for done in after]
+        return [
+            done
+            for done, kind in zip(after, kinds, strict=True)
+            if (operation, kind) != type(self).forgets
+        ]
 
     def wait(self, after):
         super().wait(self._remembered("kernels", after))
 
-    def end(self, buffer):
-        return self._marked("kernels", super().end(buffer))
+    def copy_in(self, pairs, after, layer):
+        return super().copy_in(pairs, self._remembered("copy_in", after), layer)
 
-    def copy_in(self, pairs, after):
-        return self._marked("copy in", super().copy_in(pairs, self._remembered("copy in", after)))
-
-    def copy_out(self, pairs, after):
-        after = self._remembered("copy out", after)
-        return self._marked("copy out", super().copy_out(pairs, after))
+    def copy_out(self, pairs, after, layer):
+        return super().copy_out(pairs, self._remembered("copy_out", after), layer)
 
 
 def goes_wrong(monkeypatch, kind="plain", ring_depth=4, longest=1e-3, seeds=20) -> bool:
@@ -327,11 +323,11 @@ def test_with_all_waits_no_seed_goes_wrong(monkeypatch):
 @pytest.mark.parametrize(
     ("operation", "kind"),
     [
-        ("kernels", "copy in"),  # read a segment before it has come
-        ("kernels", "copy out"),  # write into a buffer that is still on its way out
-        ("copy in", "kernels"),  # overwrite a segment that is still read
-        ("copy in", "copy out"),  # read host memory that is still to be written
-        ("copy out", "kernels"),  # send what is not computed yet
+        ("kernels", "copy_in"),  # read a segment before it has come
+        ("kernels", "copy_out"),  # write into a buffer that is still on its way out
+        ("copy_in", "kernels"),  # overwrite a segment that is still read
+        ("copy_in", "copy_out"),  # read host memory that is still to be written
+        ("copy_out", "kernels"),  # send what is not computed yet
     ],
 )
 def test_every_wait_is_needed(operation, kind, monkeypatch):
@@ -342,11 +338,11 @@ def test_every_wait_is_needed(operation, kind, monkeypatch):
 @pytest.mark.parametrize(
     ("operation", "kind"),
     [
-        ("kernels", "copy in"),
-        ("kernels", "copy out"),
-        ("copy in", "kernels"),
-        ("copy in", "copy out"),
-        ("copy out", "kernels"),
+        ("kernels", "copy_in"),
+        ("kernels", "copy_out"),
+        ("copy_in", "kernels"),
+        ("copy_in", "copy_out"),
+        ("copy_out", "kernels"),
     ],
 )
 def test_every_wait_of_fill_outputs_is_needed(operation, kind, monkeypatch):

@@ -11,7 +11,9 @@ from helpers import tiny_model
 
 import oomb
 from oomb.profiling import Event, Recorder, stage
-from oomb.profiling.stage import KINDS, place
+from oomb.profiling.event import KINDS
+from oomb.profiling.place import Place, at_place
+from oomb.profiling.timeline import Timeline
 
 IDS = torch.arange(3, 23)[None]
 SIZES = {"chunk_size": 8, "page_size": 4}
@@ -39,7 +41,7 @@ def test_unknown_kinds_are_refused_with_those_that_are_known(kind):
 
 def test_events_nest_and_carry_their_place():
     events = []
-    with place("fill", 3, events.append), stage("layer", 1):
+    with at_place(Place("fill", 3, Timeline(events.append))), stage("layer", 1):
         with stage("attention", 1):
             torch.randn(1000).sort()
         with stage("mlp", 1):
@@ -56,10 +58,10 @@ def test_events_nest_and_carry_their_place():
 
 def test_places_nest_and_end():
     outer, inner = [], []
-    with place("fill", 0, outer.append):
-        with place("sweep", 7, inner.append), stage("loss"):
+    with at_place(Place("fill", 0, Timeline(outer.append))):
+        with at_place(Place("sweep", 7, Timeline(inner.append))), stage("loss"):
             pass
-        with place("evaluate", 1, None), stage("loss"):
+        with at_place(Place("evaluate", 1)), stage("loss"):
             pass  # an engine without a recorder sends nothing to another's
         with stage("mlp"):
             pass
@@ -71,7 +73,12 @@ def test_places_nest_and_end():
 
 def test_a_stage_that_raises_still_ends():
     events = []
-    with pytest.raises(KeyError), place("fill", 0, events.append), stage("chunk"), stage("loss"):
+    with (
+        pytest.raises(KeyError),
+        at_place(Place("fill", 0, Timeline(events.append))),
+        stage("chunk"),
+        stage("loss"),
+    ):
         raise KeyError
     assert [event.kind for event in events] == ["loss", "chunk"]
 
@@ -97,7 +104,7 @@ def test_stages_inside_backward_know_their_place_on_any_thread():
     events = []
     x = torch.ones(3, requires_grad=True)
     Marked.threads.clear()
-    with place("sweep", 2, events.append):
+    with at_place(Place("sweep", 2, Timeline(events.append))):
         loss = Marked.apply(x).sum()
         other = threading.Thread(target=loss.backward)
         other.start()
@@ -105,7 +112,10 @@ def test_stages_inside_backward_know_their_place_on_any_thread():
     assert Marked.threads == [other.ident] != [threading.get_ident()]
     (event,) = events
     assert event.dur_ns > 0
-    assert event == Event("attention", "sweep", 2, 5, event.t_ns, event.dur_ns, True)
+    assert event == Event(
+        "attention", "sweep", 2, 5, event.t_ns, event.dur_ns, backward=True,
+        enqueue_ns=event.enqueue_ns, number=0,
+    )  # fmt: skip
 
 
 # How often a stage of one layer and chunk of the sweep runs: forward, and inside backward.
@@ -188,7 +198,7 @@ def fresh_stage_module(monkeypatch, nvtx):
 def test_nvtx_is_optional(monkeypatch):
     module = fresh_stage_module(monkeypatch, None)  # None: importing it raises ImportError
     events = []
-    with module.place("fill", 0, events.append), module.stage("mlp", 2):
+    with at_place(Place("fill", 0, Timeline(events.append))), module.stage("mlp", 2):
         pass
     assert [(event.kind, event.layer) for event in events] == [("mlp", 2)]
 

@@ -13,7 +13,7 @@ from helpers import tiny_model
 import oomb
 from oomb.profiling import Recorder, load_recording
 from oomb.profiling import recording as recording_module
-from oomb.profiling.recording import COLUMNS, FORMAT_VERSION
+from oomb.profiling.recording import COLUMNS, FORMAT_VERSION, LATER_COLUMNS
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,10 @@ def test_a_recording_comes_back_as_it_was(recorder, saved):
             "layer": none if event.layer is None else event.layer,
             "kind": names["kind"].index(event.kind),
             "backward": event.backward,
+            "enqueue_ns": event.enqueue_ns,
+            "number": event.number,
+            "nbytes": none if event.nbytes is None else event.nbytes,
+            "waits_on": none if event.waits_on is None else event.waits_on,
         }
     seconds = sum(e.dur_ns for e in recorder.events if e.kind == "attention") / 1e9
     assert loaded.seconds("attention") == pytest.approx(seconds, rel=1e-12)
@@ -59,8 +63,9 @@ def test_a_recording_comes_back_as_it_was(recorder, saved):
 def test_columns_are_little_endian_and_without_pickles(saved):
     with zipfile.ZipFile(saved) as archive:
         assert archive.testzip() is None
-        assert {*archive.namelist()} == {"header.json", *(f"events/{c}.npy" for c in COLUMNS)}
-        for name, dtype in COLUMNS.items():
+        columns = {**COLUMNS, **LATER_COLUMNS}
+        assert {*archive.namelist()} == {"header.json", *(f"events/{c}.npy" for c in columns)}
+        for name, dtype in columns.items():
             column = np.load(io.BytesIO(archive.read(f"events/{name}.npy")), allow_pickle=False)
             assert column.dtype.str == dtype
 
@@ -139,6 +144,21 @@ def test_unknown_columns_and_members_are_ignored(saved, tmp_path):
     assert loaded.columns.keys() == plain.columns.keys()
     for name, column in plain.columns.items():
         assert np.array_equal(loaded.columns[name], column)
+
+
+def test_a_file_from_before_the_later_columns_has_none_of_their_numbers(saved, tmp_path):
+    header = {**load_recording(saved).header}
+    header["columns"] = [*COLUMNS]
+    left_out = {f"events__{name}": None for name in LATER_COLUMNS}
+    older = load_recording(
+        rewrite(saved, tmp_path / "older.oomb", header=json.dumps(header), **left_out)
+    )
+    plain = load_recording(saved)
+    for name in COLUMNS:
+        assert np.array_equal(older.columns[name], plain.columns[name])
+    for name in LATER_COLUMNS:
+        assert (older.columns[name] == recording_module.NONE).all()
+        assert len(older.columns[name]) == len(older)
 
 
 def test_a_newer_format_is_refused_by_number(saved, tmp_path):

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from oomb.offload.tier import Done, Pairs
+from oomb.offload.tier import Done, Pairs, copying
+from oomb.profiling.stage import Stage
 
 ALIGNMENT = mmap.PAGESIZE
 REGISTERING_THREADS = 8
@@ -41,7 +42,7 @@ class CudaTier:
         """See `Tier`."""
         stream = torch.cuda.current_stream(self._device)
         for done in after:
-            stream.wait_event(done)
+            stream.wait_event(done.event)
 
     def begin(self, buffer: torch.Tensor, after: Sequence[Done]) -> None:
         """See `Tier`."""
@@ -49,15 +50,15 @@ class CudaTier:
 
     def end(self, buffer: torch.Tensor) -> Done:
         """See `Tier`."""
-        return torch.cuda.current_stream(self._device).record_event()
+        return Done(torch.cuda.current_stream(self._device).record_event())
 
-    def copy_in(self, pairs: Pairs, after: Sequence[Done]) -> Done:
+    def copy_in(self, pairs: Pairs, after: Sequence[Done], layer: int) -> Done:
         """See `Tier`."""
-        return _copy(self._in, pairs, after)
+        return _copy(self._in, copying("copy_in", pairs, layer), pairs, after)
 
-    def copy_out(self, pairs: Pairs, after: Sequence[Done]) -> Done:
+    def copy_out(self, pairs: Pairs, after: Sequence[Done], layer: int) -> Done:
         """See `Tier`."""
-        return _copy(self._out, pairs, after)
+        return _copy(self._out, copying("copy_out", pairs, layer), pairs, after)
 
     def settle(self) -> None:
         """See `Tier`."""
@@ -79,13 +80,13 @@ class CudaTier:
         self.drain()
 
 
-def _copy(stream: torch.cuda.Stream, pairs: Pairs, after: Sequence[Done]) -> Done:
+def _copy(stream: torch.cuda.Stream, copying: Stage, pairs: Pairs, after: Sequence[Done]) -> Done:
     for done in after:
-        stream.wait_event(done)
-    with torch.cuda.stream(stream):
+        stream.wait_event(done.event)
+    with torch.cuda.stream(stream), copying as copy:
         for to, source in pairs:
             to.copy_(source, non_blocking=True)
-    return stream.record_event()
+    return Done(stream.record_event(), copy)
 
 
 class MappedMemory:

@@ -18,7 +18,6 @@ from oomb.offload.staging import Staging
 from oomb.offload.store import OffloadStore
 from oomb.offload.tier import Pairs
 from oomb.profiling.live_bytes import category
-from oomb.profiling.stage import stage
 
 KEYS, GRADIENTS = "K/V pages", "page gradients"
 """What host memory is asked for."""
@@ -168,5 +167,4 @@ class OffloadedHistory(History):
                 staged[which, start:stop].copy_(own.transpose(0, 1))
             return token_pairs(self._host.keys.slot(layer, at), staged, start, stop)
 
-        with stage("copy_out", layer):
-            self._host.written["keys", layer, at] = self._staging.send(fill)
+        self._host.written["keys", layer, at] = self._staging.send(fill, layer)

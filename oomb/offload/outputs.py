@@ -16,7 +16,7 @@ from oomb.chunking import Chunk
 from oomb.fill_outputs import FillOutputs, Kept, output_bytes
 from oomb.offload.staging import Staging
 from oomb.offload.store import OffloadStore
-from oomb.offload.tier import Done, Pairs
+from oomb.offload.tier import Done, Pairs, waiting
 from oomb.probes import AttentionLayer
 from oomb.profiling.live_bytes import category
 
@@ -75,7 +75,7 @@ class HostOutputs(FillOutputs):
                 to.copy_(source)
             return list(zip(self._place(chunk, layer), staged, strict=True))
 
-        self._sent[chunk.index, layer] = self._staging.send(fill)
+        self._sent[chunk.index, layer] = self._staging.send(fill, layer)
 
     def expect(self, chunk: Chunk, layers: Iterable[int]) -> None:
         """See `FillOutputs`."""
@@ -92,7 +92,8 @@ class HostOutputs(FillOutputs):
         else:  # not announced
             self.expect(chunk, ())
             kept, come = self._load(chunk, layer)
-        self._tier.wait([come])
+        with waiting([come], layer):
+            self._tier.wait([come])
         self._load_ahead(chunk)
         return kept
 
@@ -110,7 +111,7 @@ class HostOutputs(FillOutputs):
             self._tier.begin(x, ())
             ready.append(self._tier.end(x))
         after = [*ready, self._sent[chunk.index, layer]]
-        return kept, self._tier.copy_in(list(zip(kept, host, strict=True)), after)
+        return kept, self._tier.copy_in(list(zip(kept, host, strict=True)), after, layer)
 
     def _place(self, chunk: Chunk, layer: int) -> Kept:
         """Where on the host a chunk's output [B, n, H, D] and log-sum-exp [B, H, n] belong."""

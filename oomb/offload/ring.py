@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from oomb.cache.pool import LayerShape, PagePool
-from oomb.offload.tier import Done, Pairs, Tier
+from oomb.offload.tier import Done, Pairs, Tier, waiting
 
 NAN_BYTE = 0xFF
 """A float of such bytes is no number, in every dtype."""
@@ -141,8 +141,9 @@ class SegmentRing:
         in_use = ([buffer.keys] if load.keys else []) + (
             [buffer.gradients] if load.gradients else []
         )
-        for room in in_use:
-            self._tier.begin(room, loaded)
+        with waiting(loaded, load.layer):
+            for room in in_use:
+                self._tier.begin(room, loaded)
         keys = self.keys_view(load.layer, buffer.keys) if load.keys else None
         gradients = self._gradients(load, buffer) if load.gradients else None
         fresh = load.gradients and (load.layer, load.slot) not in self._host.touched
@@ -194,14 +195,14 @@ class SegmentRing:
             after += self._last_written("gradients", load)
         if not pairs:
             return buffer, after
-        return buffer, [self._tier.copy_in(pairs, after)]
+        return buffer, [self._tier.copy_in(pairs, after, load.layer)]
 
     def _return(self, load: Load, buffer: Buffer, *, whole: bool) -> None:
         """Send gradients back; all of a slot's when they are its first."""
         host = self._host.gradients.slot(load.layer, load.slot)
         start, stop = (0, self._tokens) if whole else (load.start, load.stop)
         pairs = token_pairs(host, self._gradients(load, buffer), start, stop)
-        done = self._tier.copy_out(pairs, buffer.free_after)
+        done = self._tier.copy_out(pairs, buffer.free_after, load.layer)
         self._host.touched.add((load.layer, load.slot))
         self._host.written["gradients", load.layer, load.slot] = done
         buffer.free_after = [*buffer.free_after, done]

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from oomb.offload.tier import Done, Pairs
+from oomb.offload.tier import Done, Pairs, copying
+from oomb.profiling.stage import Stage
 
 LONGEST_DELAY = 2e-4
 """Seconds; half of the tasks start at once."""
@@ -46,12 +47,12 @@ class SimulatedTier:
     def wait(self, after: Sequence[Done]) -> None:
         """See `Tier`."""
         for done in after:
-            done.wait()
+            done.event.wait()
 
     def begin(self, buffer: torch.Tensor, after: Sequence[Done]) -> None:
         """See `Tier`."""
         if buffer.data_ptr() in self._late:  # kernels of one stream run in order
-            self._late.pop(buffer.data_ptr()).wait()
+            self._late.pop(buffer.data_ptr()).event.wait()
         self.wait(after)
         self._before[buffer.data_ptr()] = buffer.clone()
 
@@ -59,17 +60,17 @@ class SimulatedTier:
         """See `Tier`."""
         after = buffer.clone()
         buffer.copy_(self._before.pop(buffer.data_ptr()))
-        late = self._compute.launch(lambda: buffer.copy_(after), ())
+        late = Done(self._compute.launch(lambda: buffer.copy_(after), ()))
         self._late[buffer.data_ptr()] = late
         return late
 
-    def copy_in(self, pairs: Pairs, after: Sequence[Done]) -> Done:
+    def copy_in(self, pairs: Pairs, after: Sequence[Done], layer: int) -> Done:
         """See `Tier`."""
-        return self._in.launch(lambda: _copy(pairs), after)
+        return _launch(self._in, copying("copy_in", pairs, layer), pairs, after)
 
-    def copy_out(self, pairs: Pairs, after: Sequence[Done]) -> Done:
+    def copy_out(self, pairs: Pairs, after: Sequence[Done], layer: int) -> Done:
         """See `Tier`."""
-        return self._out.launch(lambda: _copy(pairs), after)
+        return _launch(self._out, copying("copy_out", pairs, layer), pairs, after)
 
     def settle(self) -> None:
         """See `Tier`."""
@@ -144,13 +145,21 @@ class _Stream:
                 error = None
                 try:
                     for done in after:
-                        done.wait()
+                        done.event.wait()
                     if self._rng.random() < 0.5:
                         time.sleep(self._rng.uniform(0, self._longest))
                     task()
                 except BaseException as raised:
                     error = raised
                 event.happen(error)
+
+
+def _launch(stream: _Stream, copying: Stage, pairs: Pairs, after: Sequence[Done]) -> Done:
+    def task() -> None:
+        with copying:
+            _copy(pairs)
+
+    return Done(stream.launch(task, after), copying.span)
 
 
 def _copy(pairs: Pairs) -> None:

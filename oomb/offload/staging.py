@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from oomb.offload.ring import NAN_BYTE
-from oomb.offload.tier import Done, Pairs, Tier
+from oomb.offload.tier import Done, Pairs, Tier, waiting
 
 
 class Staging:
@@ -24,13 +24,14 @@ class Staging:
         self._tier, self._poison = tier, poison
         self._rooms: deque[tuple[torch.Tensor, list[Done]]] = deque((room, []) for room in rooms)
 
-    def send(self, fill: Callable[[torch.Tensor], Pairs]) -> Done:
+    def send(self, fill: Callable[[torch.Tensor], Pairs], layer: int) -> Done:
         """Have a buffer filled, and start the copies that `fill` names from there to the host."""
         room, free_after = self._rooms.popleft()
-        self._tier.begin(room, free_after)
+        with waiting(free_after, layer):
+            self._tier.begin(room, free_after)
         if self._poison:
             room.fill_(NAN_BYTE)
         pairs = fill(room)
-        sent = self._tier.copy_out(pairs, [self._tier.end(room)])
+        sent = self._tier.copy_out(pairs, [self._tier.end(room)], layer)
         self._rooms.append((room, [sent]))
         return sent

@@ -2,7 +2,7 @@
 
 The file is a zip of `header.json` (format version, names behind the numbers, what made it) and one
 `events/<column>.npy` per column, little-endian, one row per event. Readers ignore columns they do
-not know.
+not know; the later columns, where the header does not name them, are filled with -1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oomb.profiling.stage import KINDS, Event
+from oomb.profiling.event import KINDS, Event
 
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
@@ -34,6 +34,12 @@ COLUMNS: dict[str, str] = {
     "layer": "<i4",
     "kind": "|i1",
     "backward": "|i1",
+}
+LATER_COLUMNS: dict[str, str] = {
+    "enqueue_ns": "<i8",
+    "number": "<i8",
+    "nbytes": "<i8",
+    "waits_on": "<i8",
 }
 
 
@@ -70,10 +76,11 @@ class Recorder:
         header = {
             "format": FORMAT_VERSION,
             "source": "cuda" if torch.cuda.is_initialized() else "cpu",
-            "clock": "host",
+            "clock": "device" if torch.cuda.is_initialized() else "host",
             "kinds": list(KINDS),
             "phases": list(PHASES),
             "torch": torch.__version__,
+            "columns": [*COLUMNS, *LATER_COLUMNS],
             "events": len(self.events),
             "notes": self.notes,
         }
@@ -105,13 +112,15 @@ class Recorder:
                 number(event.layer),
                 KINDS.index(event.kind),
                 event.backward,
+                *(number(getattr(event, name)) for name in LATER_COLUMNS),
             )
             for event in self.events
         ]
-        columns = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
+        dtypes = {**COLUMNS, **LATER_COLUMNS}
+        columns = zip(*rows, strict=True) if rows else [()] * len(dtypes)
         return {
             name: np.array(values, dtype=dtype)
-            for (name, dtype), values in zip(COLUMNS.items(), columns, strict=True)
+            for (name, dtype), values in zip(dtypes.items(), columns, strict=True)
         }
 
 
@@ -126,7 +135,7 @@ class Recording:
         return len(self.columns["t_ns"])
 
     def seconds(self, kind: str, phase: str | None = None) -> float:
-        """Total host seconds of one kind of stage, in one phase or in all.
+        """Total seconds of one kind of stage, in one phase or in all.
 
         Stages nest: `layer` holds `projection` and `mlp`, and `projection` holds `attention`.
         """
@@ -134,6 +143,15 @@ class Recording:
         if phase is not None:
             chosen &= self.columns["phase"] == self.header["phases"].index(phase)
         return float(self.columns["dur_ns"][chosen].sum()) / 1e9
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of the copies' time during which kernels did not wait for them; None without any.
+
+        1 - (time that kernels waited for copies) / (time that copies took), both directions.
+        """
+        copies = self.seconds("copy_in") + self.seconds("copy_out")
+        return 1 - self.seconds("wait") / copies if copies else None
 
 
 def load_recording(path: str | os.PathLike) -> Recording:
@@ -174,8 +192,11 @@ def _read(archive: zipfile.ZipFile) -> Recording:
         )
     rows, names = int(header["events"]), set(archive.namelist())
     columns = {}
-    for name, dtype in COLUMNS.items():
+    for name, dtype in {**COLUMNS, **LATER_COLUMNS}.items():
         member = f"events/{name}.npy"
+        if name not in header.get("columns", COLUMNS):
+            columns[name] = np.full(rows, NONE, dtype)
+            continue
         if member not in names:
             raise ValueError(f"it has no column {name}")
         if archive.getinfo(member).file_size > rows * np.dtype(dtype).itemsize + NPY_HEADER_BYTES:
