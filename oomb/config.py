@@ -12,11 +12,15 @@ AttentionBackendName = Literal["auto", "library", "triton", "reference"]
 Accumulate = Literal["owner", "atomic"]
 ActivationPolicy = Literal["keep", "selective", "layer"]
 FusedKernels = Literal["auto", "off"]
+PageDtype = Literal["fp8"]
+Rounding = Literal["stochastic", "nearest"]
 
 ATTENTION_BACKENDS = ("auto", "library", "triton", "reference")
 ACCUMULATES = ("owner", "atomic")
 ACTIVATION_POLICIES = ("keep", "selective", "layer")
 FUSED_KERNELS = ("auto", "off")
+PAGE_DTYPES = (None, "fp8")
+ROUNDINGS = ("stochastic", "nearest")
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -91,8 +95,16 @@ class EngineConfig:
         grad_dtype: dtype of parameters' `.grad`, or the parameter's own dtype where that is wider.
             torch's Adam optimizers want the parameter's own; a bf16 sum loses more the more chunks
             there are.
+        page_dtype: `fp8` keeps K and V in pages as 8-bit floats (e4m3), with a scale per page and
+            head, rounded once, when they are written. Everybody reads a key as its page holds it,
+            in both passes, its own chunk too; gradients pass the rounding as if there were none.
+            None keeps K and V as the model makes them.
         page_grad_dtype: dtype in which page gradients accumulate, or the model's own dtype where
-            that is wider.
+            that is wider; bf16 is bf16 for every model.
+        page_grad_rounding: how a sum of page gradients becomes bf16 after each chunk: `stochastic`
+            is right on average, `nearest` leaves additions to the attention kernel, but loses terms
+            that are small beside their sum. The random numbers are drawn apart from the model's,
+            from torch's seed and the step's number.
         deterministic: use only kernels that give the same bits on every run, and wherever pages
             live, or refuse.
         check_replay: compare every K and V that the sweep computes again with its page, bit for
@@ -119,7 +131,9 @@ class EngineConfig:
     offload: OffloadConfig | None = None
     fused_kernels: FusedKernels = "auto"
     grad_dtype: torch.dtype = torch.float32
+    page_dtype: PageDtype | None = None
     page_grad_dtype: torch.dtype = torch.float32
+    page_grad_rounding: Rounding = "stochastic"
     deterministic: bool = False
     check_replay: bool = False
     restore_grads: bool = False
@@ -140,7 +154,9 @@ class EngineConfig:
         _one_of("activation_policy", self.activation_policy, ACTIVATION_POLICIES)
         _one_of("fused_kernels", self.fused_kernels, FUSED_KERNELS)
         _one_of("grad_dtype", self.grad_dtype, GRADIENT_DTYPES)
+        _one_of("page_dtype", self.page_dtype, PAGE_DTYPES)
         _one_of("page_grad_dtype", self.page_grad_dtype, GRADIENT_DTYPES)
+        _one_of("page_grad_rounding", self.page_grad_rounding, ROUNDINGS)
         if self.live_chunks > 1 and self.activation_policy != "keep":
             raise ValueError(
                 f"live_chunks={self.live_chunks} keeps whole chunks alive, but "
@@ -156,6 +172,12 @@ class EngineConfig:
             raise TypeError(
                 f"recorder must have a method on_event(event), got {type(self.recorder).__name__}"
             )
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether page gradients are rounded by `page_grad_rounding`, and stochastically."""
+        low = self.page_grad_dtype == torch.bfloat16
+        return low and self.page_grad_rounding == "stochastic"
 
 
 def _int(name: str, value: Any, least: int = 1) -> int:

@@ -417,6 +417,7 @@ class Engine:
             chunk_size=pages * PROBE_PAGE,
             page_size=PROBE_PAGE,
             segment_pages=2,
+            page_dtype=None,  # rounding depends on where pages are cut
             offload=None,
             recorder=None,
         )

@@ -96,6 +96,7 @@ class Passes:
             rows=len(batch.lengths),
             gradients=self._training,
             device=self._device,
+            step=step,
         )
         router = router_settings(self._model)  # now, since they may change between steps
         self._balance = RouterBalance(router, self._device) if router else None
@@ -346,6 +347,7 @@ class Passes:
             history=self._history,
             backend=self._attention[layer].backend,
         )
+        k, v = self._history.as_read(self._chunk, k, v)
         if self._phase == "fill":
             self._write_pages(call, k, v)
             if not torch.is_grad_enabled():

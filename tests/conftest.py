@@ -61,6 +61,8 @@ def _filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         tensor = allocate(*args, **kwargs)
         if tensor.is_floating_point():
             tensor.detach().fill_(float("nan"))
+        elif tensor.dtype == torch.uint8:  # bytes that will be read as floats
+            tensor.fill_(0xFF)
         return tensor
 
     return allocate_filled

@@ -29,6 +29,7 @@ from oomb.attention import ChunkAttention, LayerCall, Mask, attend, choose_backe
 from oomb.attention.impl import library, reference
 from oomb.attention.merge import merge
 from oomb.cache import History, PagePool
+from oomb.cache.layout import SlotLayout
 from oomb.cache.pool import LayerShape
 from oomb.chunking import plan_chunks
 
@@ -132,7 +133,7 @@ def test_low_precision_is_as_good_as_an_independent_run(backend, queries, dtype)
 def test_strided_views_give_what_contiguous_tensors_give(backend, dtype):
     """K and V as the pool lays them out, q as a model's projection, grad_out of a sum."""
     (q, k, v, _), _ = tensors(37, 50, rows=1, dtype=dtype)
-    pool = PagePool([LayerShape(2, 8, dtype)], slots=2, tokens_per_slot=64, device=CPU)
+    pool = PagePool([SlotLayout(64, 2, 8, dtype, page_size=64)], slots=2, device=CPU)
     views = pool.tokens(0, 1, 7, 57)
     for view, content in zip(views, (k, v), strict=True):
         view.copy_(content)

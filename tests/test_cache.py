@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oomb.cache import History, PagePool, PageTable
-from oomb.cache.pool import LayerShape
+from oomb.cache.layout import SlotLayout
+from oomb.cache.pool import LayerShape, gradient_layouts, key_layouts
 from oomb.cache.table import NO_SLOT
 from oomb.chunking import Read, plan_chunks
 from oomb.profiling import LiveBytes
@@ -181,7 +182,7 @@ def test_terms_count_the_later_chunks_that_read_a_page():
 
 
 def test_layout_is_slot_kv_token_head_dim():
-    pool = PagePool([LayerShape(2, 3, torch.float32)], slots=4, tokens_per_slot=5, device=CPU)
+    pool = PagePool([SlotLayout(5, 2, 3, torch.float32, page_size=5)], slots=4, device=CPU)
     per_token = 2 * 3
     for slot in range(4):
         k, v = pool.tokens(0, slot, 1, 4)
@@ -195,7 +196,7 @@ def test_layout_is_slot_kv_token_head_dim():
 
 
 def test_views_write_to_the_pool():
-    pool = PagePool(LAYERS, slots=2, tokens_per_slot=4, device=CPU, zero=True)
+    pool = PagePool(key_layouts(LAYERS, 4, page_size=2), slots=2, device=CPU, zero=True)
     k, v = pool.tokens(1, 1, 2, 3)
     k.fill_(1.0)
     v.fill_(2.0)
@@ -212,15 +213,16 @@ def test_views_write_to_the_pool():
         (torch.bfloat16, torch.float32, torch.float32),
         (torch.bfloat16, torch.bfloat16, torch.bfloat16),
         (torch.float64, torch.float32, torch.float64),
-        (torch.float16, torch.bfloat16, torch.float32),
-        (torch.float32, None, torch.float32),
+        (torch.bfloat16, torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
     ],
     ids=str,
 )
-def test_pages_are_at_least_as_wide_as_the_model(model, asked, stored):
-    pool = PagePool([LayerShape(1, 4, model)], slots=1, tokens_per_slot=2, device=CPU, dtype=asked)
+def test_page_gradients_are_at_least_as_wide_as_the_model_unless_in_bf16(model, asked, stored):
+    layouts = gradient_layouts([LayerShape(1, 4, model)], 6, page_size=2, dtype=asked)
+    pool = PagePool(layouts, slots=1, device=CPU)
     assert pool.tokens(0, 0, 0, 2)[0].dtype == stored
-    assert pool.bytes_per_token == 2 * 4 * stored.itemsize
+    assert pool.bytes_per_page == 2 * 2 * 4 * stored.itemsize
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 9, 30])

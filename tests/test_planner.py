@@ -55,6 +55,7 @@ def test_the_peaks_are_those_measured_on_an_h200(seven_billion):
             activation_policy=settings["policy"],
             grad_dtype=DTYPES[settings["grad_dtype"]],
             page_grad_dtype=DTYPES[settings["page_grad_dtype"]],
+            page_grad_rounding=settings.get("page_grad_rounding", "nearest"),
             keep_fill_outputs=settings["keep_fill_outputs"],
             live_chunks=settings.get("live_chunks", 1),
         )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from oomb.cache.pool import LayerShape, PagePool
+from oomb.cache import fp8
+from oomb.cache.layout import SlotLayout, as_attended
+from oomb.cache.pool import LayerShape, PagePool, gradient_layouts, key_layouts
+from oomb.cache.stochastic import StochasticRounding
 from oomb.cache.table import PageTable
 from oomb.chunking import Chunk, Read
 from oomb.profiling.live_bytes import category
@@ -81,13 +86,14 @@ class History:
         page_grad_dtype: in which page gradients accumulate.
         device: of the model.
         gpu_slots: slots of the pool on the device; None has all there.
+        page_dtype: "fp8", or None for K and V as the model makes them.
+        rounding: rounds page gradients into their pages; None has kernels add there.
 
     Attributes:
-        resident: whether every page is in the pool at any time, so that `pages` can be asked for.
+        resident: whether every page is in the pool at any time, as it is attended to, so that
+            `pages` can be asked for.
         table: which pages are held, and where.
     """
-
-    resident = True
 
     def __init__(
         self,
@@ -99,7 +105,10 @@ class History:
         page_grad_dtype: torch.dtype,
         device: torch.device,
         gpu_slots: int | None = None,
+        page_dtype: str | None = None,
+        rounding: StochasticRounding | None = None,
     ) -> None:
+        self.resident = page_dtype is None and rounding is None
         self.table = PageTable(
             pages_per_row=pages_per_row,
             page_size=page_size,
@@ -110,24 +119,34 @@ class History:
         self._device = device
         self._grad_dtype = page_grad_dtype
         self._segment_tokens = segment_pages * page_size
+        self._key_layouts = key_layouts(layers, self._segment_tokens, page_size, page_dtype)
+        self._quantised, self._rounding = page_dtype is not None, rounding
         with category("kv_pages"):
-            self._kv = self._pool()
+            self._kv = self._pool(self._key_layouts)
+            read = [shape.dtype for shape in layers]
+            self._read_room = self._room(read) if self._quantised else None
+        self._added_room: torch.Tensor | None = None
         self._grads: PagePool | None = None
         self._page_rows: tuple[int, torch.Tensor] | None = None  # table's version, on the device
 
-    def _pool(self, **kwargs) -> PagePool:
-        return PagePool(
-            self._layers,
-            slots=self.table.gpu_slots,
-            tokens_per_slot=self._segment_tokens,
-            device=self._device,
-            **kwargs,
-        )
+    def _pool(self, layouts: list[SlotLayout], *, zero: bool = False) -> PagePool:
+        slots = self.table.gpu_slots
+        return PagePool(layouts, slots=slots, device=self._device, zero=zero)
+
+    def _room(self, dtypes: list[torch.dtype]) -> torch.Tensor:
+        """Memory for one segment of any layer: uint8 [bytes]."""
+        size = segment_bytes(self._layers, dtypes, self._segment_tokens)
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def open_gradients(self) -> None:
         """Make zeroed page gradients for everything held; called once, when the fill is over."""
+        self._gradient_layouts = gradient_layouts(
+            self._layers, self._segment_tokens, self.table.page_size, self._grad_dtype
+        )
         with category("page_gradients"):
-            self._grads = self._pool(dtype=self._grad_dtype, zero=True)
+            self._grads = self._pool(self._gradient_layouts, zero=True)
+            if self._rounding is not None:
+                self._added_room = self._room([wide(shape.dtype) for shape in self._layers])
 
     def expect(self, chunk: Chunk, visits: Sequence[Visit]) -> None:
         """Say what a chunk will ask for, in order; only of use where pages have a way to go."""
@@ -144,9 +163,28 @@ class History:
             at = here.stop
 
     def _write(self, layer: int, slot: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        own_k, own_v = self._kv.tokens(layer, slot, start, start + k.shape[1])
-        own_k[0].copy_(k)
-        own_v[0].copy_(v)
+        self._put(layer, self._kv.slot(layer, slot), start, k, v)
+
+    def _put(
+        self, layer: int, slot: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Store k and v in a slot's bytes, from its token `start` on."""
+        layout = self._key_layouts[layer]
+        numbers = layout.numbers(slot)
+        if self._quantised:
+            for own, *there in zip((k, v), numbers, layout.scales(slot), strict=True):
+                fp8.write(*there, own, start, layout.page_size)
+            return
+        for own, there in zip((k, v), numbers, strict=True):
+            there[start : start + own.shape[1]].copy_(own.transpose(0, 1))
+
+    def as_read(
+        self, chunk: Chunk, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A chunk's k and v [B, kv heads, tokens, dim] as its pages give them back."""
+        if not self._quantised:
+            return k, v
+        return fp8.as_read(chunk, k, v, self.table.page_size)
 
     def pieces(
         self, layer: int, row: int, first: int, last: int
@@ -171,27 +209,70 @@ class History:
         Returns:
             An iterator of segments, each there until the next is asked for.
         """
-        return self._cut(layer, row, self.table.segments(first, last), gradients)
+        size = self.table.page_size
+        border = first % size or last % size
+        return self._cut(layer, row, self.table.segments(first, last), gradients, border)
 
     def seen(
         self, layer: int, read: Read, window: int | None, *, gradients: bool = False
     ) -> Iterator[Segment]:
         """The same for a read, less the segments that a window hides from all its queries."""
-        return self._cut(layer, read.row, self.table.seen(read, window), gradients)
+        border = read.last % self.table.page_size  # the chunk before ended there
+        return self._cut(layer, read.row, self.table.seen(read, window), gradients, border)
 
     def _cut(
-        self, layer: int, row: int, pieces: list[tuple[int, int, int]], gradients: bool
+        self,
+        layer: int,
+        row: int,
+        pieces: list[tuple[int, int, int]],
+        gradients: bool,
+        border: int,
     ) -> Iterator[Segment]:
         for index, start, stop in pieces:
-            yield from self._piece(layer, row, index, start, stop, gradients)
+            slot, first = self.table.slot(row, index), index * self._segment_tokens + start
+            with self._stored(layer, slot, start, stop, gradients) as (keys, grads):
+                read = as_attended(self._read(layer, keys, start, stop, border))
+                if grads is None:
+                    yield Segment(first, *read, None, None)
+                    continue
+                with self._adding(layer, grads, start, stop) as added:
+                    yield Segment(first, *read, *as_attended(added))
 
-    def _piece(
-        self, layer: int, row: int, index: int, start: int, stop: int, gradients: bool
-    ) -> Iterator[Segment]:
-        slot = self.table.slot(row, index)
-        keys = self._kv.tokens(layer, slot, start, stop)
-        grads = self._grads.tokens(layer, slot, start, stop) if gradients else (None, None)
-        yield Segment(index * self._segment_tokens + start, *keys, *grads)
+    @contextmanager
+    def _stored(
+        self, layer: int, slot: int, start: int, stop: int, gradients: bool
+    ) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """The bytes of a slot's K and V and of their gradients, of which a range is wanted."""
+        grads = self._grads.slot(layer, slot) if gradients else None
+        yield self._kv.slot(layer, slot), grads
+
+    def _read(
+        self, layer: int, slot: torch.Tensor, start: int, stop: int, border: int
+    ) -> torch.Tensor:
+        """Tokens [start, stop) of a slot's bytes: [K|V, tokens, heads, dim]."""
+        layout = self._key_layouts[layer]
+        numbers = layout.numbers(slot)
+        if not self._quantised:
+            return numbers[:, start:stop]
+        size = layout.page_size
+        first, last = start // size, -(-stop // size)
+        pages = numbers.unflatten(1, (-1, size))[:, first:last]
+        out = _front(self._read_room, pages.shape, self._layers[layer].dtype)
+        fp8.read(pages, layout.scales(slot)[:, first:last], border, out)
+        return out.flatten(1, 2)[:, start - first * size : stop - first * size]
+
+    @contextmanager
+    def _adding(
+        self, layer: int, slot: torch.Tensor, start: int, stop: int
+    ) -> Iterator[torch.Tensor]:
+        """Where kernels add to the gradients of tokens [start, stop): [K|V, tokens, heads, dim]."""
+        stored = self._gradient_layouts[layer].numbers(slot)[:, start:stop]
+        if self._rounding is None:
+            yield stored
+            return
+        added = _front(self._added_room, stored.shape, wide(self._layers[layer].dtype))
+        yield added.copy_(stored)
+        self._rounding.store(added, stored)
 
     def own_gradients(
         self, layer: int, row: int, first: int, last: int
@@ -218,7 +299,13 @@ class History:
     def _own_gradients(
         self, layer: int, slot: int, start: int, stop: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield self._grads.tokens(layer, slot, start, stop)
+        yield self._gradients_in(layer, self._grads.slot(layer, slot), start, stop)
+
+    def _gradients_in(
+        self, layer: int, slot: torch.Tensor, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of tokens [start, stop) of a slot's bytes: K's and V's, [1, kv heads, tokens, dim]."""
+        return as_attended(self._gradient_layouts[layer].numbers(slot)[:, start:stop])
 
     def pages(self, layer: int, row: int, first: int, last: int) -> Pages:
         """The pages of tokens [first, last) of a row; `first` is a page's first token."""
@@ -240,11 +327,27 @@ class History:
 
     def bytes_alive(self) -> dict[str, int]:
         """Bytes of the pages held now, by content; `host_` goes before what the host holds."""
-        on_host = self.table.pages_on_host * self.table.page_size
-        on_gpu = self.table.pages_held * self.table.page_size - on_host
-        keys = self._kv.bytes_per_token
-        grads = self._grads.bytes_per_token if self._grads is not None else 0
+        on_host = self.table.pages_on_host
+        on_gpu = self.table.pages_held - on_host
+        keys = self._kv.bytes_per_page
+        grads = self._grads.bytes_per_page if self._grads is not None else 0
         alive = {"kv_pages": on_gpu * keys, "page_gradients": on_gpu * grads}
-        if not self.resident:
+        if self.table.gpu_slots < self.table.num_slots:
             alive |= {"host_kv_pages": on_host * keys, "host_page_gradients": on_host * grads}
         return alive
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which kernels add up gradients of numbers of a dtype."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def segment_bytes(layers: Sequence[LayerShape], dtypes: Sequence[torch.dtype], tokens: int) -> int:
+    """Bytes of the largest layer's segment where it is not stored but read, or added to."""
+    sizes = zip(layers, dtypes, strict=True)
+    return max(2 * tokens * layer.heads * layer.dim * dtype.itemsize for layer, dtype in sizes)
+
+
+def _front(room: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The first of a room's bytes, uint8 [bytes], as a tensor."""
+    return room[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from oomb.cache import History
+from oomb.cache import History, StochasticRounding
 from oomb.chunking import ChunkPlan
 from oomb.config import EngineConfig
 from oomb.offload.history import OffloadedHistory, host_memory
@@ -39,6 +39,7 @@ def make_history(
     rows: int,
     gradients: bool,
     device: torch.device,
+    step: int | None = None,
 ) -> History:
     """A step's history: on two tiers where there is a store and the budget does not hold all.
 
@@ -50,6 +51,7 @@ def make_history(
         rows: rows of the batch.
         gradients: whether there will be page gradients.
         device: of the model.
+        step: number of the step, so that each rounds with random numbers of its own.
 
     Returns:
         The history; the host memory of the whole step is there.
@@ -64,6 +66,8 @@ def make_history(
         "segment_pages": segment_pages(config, plan.pages_per_row),
         "page_grad_dtype": config.page_grad_dtype,
         "device": device,
+        "page_dtype": config.page_dtype,
+        "rounding": _rounding(config, device, step) if gradients else None,
     }
     shapes = [layer.shape for layer in layers]
     if store is None:
@@ -108,6 +112,8 @@ def reserve_for_step(
         page_grad_dtype=config.page_grad_dtype if gradients else None,
         gpu_budget=store.gpu_budget,
         ring_depth=store.config.ring_depth,
+        page_dtype=config.page_dtype,
+        rounding=config.rounds_stochastically,
     )
     wanted = host_memory(residency) if residency.host_slots else {}
     filled = plan.chunks[: -config.live_chunks]
@@ -115,3 +121,11 @@ def reserve_for_step(
         wanted |= outputs_on_host(layers, rows * filled[-1].stop)
     store.reserve(wanted)
     return residency
+
+
+def _rounding(
+    config: EngineConfig, device: torch.device, step: int | None
+) -> StochasticRounding | None:
+    if not config.rounds_stochastically:
+        return None
+    return StochasticRounding(device, [torch.initial_seed(), step or 0])

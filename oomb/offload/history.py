@@ -6,14 +6,16 @@ Attention sees no difference but one: a segment is there until the next one is a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from oomb.cache import History, PagePool, Segment, Visit
-from oomb.cache.pool import LayerShape, as_attended
+from oomb.cache import History, PagePool, StochasticRounding, Visit
+from oomb.cache.layout import SlotLayout
+from oomb.cache.pool import LayerShape
 from oomb.chunking import Chunk
 from oomb.offload.residency import STAGING_BUFFERS, Residency
-from oomb.offload.ring import HostPages, Load, SegmentRing, token_pairs
+from oomb.offload.ring import HostPages, Load, SegmentRing
 from oomb.offload.staging import Staging
 from oomb.offload.store import OffloadStore
 from oomb.offload.tier import Pairs
@@ -41,9 +43,9 @@ class OffloadedHistory(History):
         device: of the model.
         store: the tier, and host memory that is reserved for the step.
         residency: which slots are where.
+        page_dtype: "fp8", or None for K and V as the model makes them.
+        rounding: rounds page gradients into their pages; None has kernels add there.
     """
-
-    resident = False
 
     def __init__(
         self,
@@ -56,6 +58,8 @@ class OffloadedHistory(History):
         device: torch.device,
         store: OffloadStore,
         residency: Residency,
+        page_dtype: str | None = None,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         super().__init__(
             layers,
@@ -65,33 +69,30 @@ class OffloadedHistory(History):
             page_grad_dtype=page_grad_dtype,
             device=device,
             gpu_slots=residency.gpu_slots,
+            page_dtype=page_dtype,
+            rounding=rounding,
         )
+        self.resident = False
         self._tier, self._store = store.tier, store
         self._host_slots = residency.host_slots
-        self._host = HostPages(self._host_pool(KEYS))
+        self._host = HostPages(self._host_pool(KEYS, self._key_layouts))
         with category("segment_ring"):
             self._ring = SegmentRing(
-                self._tier, self._host, layers, self._segment_tokens, store.config.ring_depth,
-                device, poison=store.config.poison,
+                self._tier, self._host, store.config.ring_depth, device,
+                poison=store.config.poison,
             )  # fmt: skip
             rooms = [self._ring.room_for_keys() for _ in range(STAGING_BUFFERS)]
         self._staging = Staging(self._tier, rooms, poison=store.config.poison)
 
-    def _host_pool(self, what: str, dtype: torch.dtype | None = None) -> PagePool:
-        return PagePool.over(
-            self._store.pieces(what),
-            self._layers,
-            slots=self._host_slots,
-            tokens_per_slot=self._segment_tokens,
-            dtype=dtype,
-        )
+    def _host_pool(self, what: str, layouts: list[SlotLayout]) -> PagePool:
+        return PagePool.over(self._store.pieces(what), layouts, slots=self._host_slots)
 
     def open_gradients(self) -> None:
         """See `History`; on the host, a segment's gradients begin with their first term."""
         super().open_gradients()
-        self._host.gradients = self._host_pool(GRADIENTS, self._grad_dtype)
+        self._host.gradients = self._host_pool(GRADIENTS, self._gradient_layouts)
         with category("segment_ring"):
-            self._ring.open_gradients(self._host.gradients.dtypes)
+            self._ring.open_gradients()
 
     def close(self) -> None:
         """Kernels that come next may take over this step's GPU memory, and copies its slabs."""
@@ -133,17 +134,16 @@ class OffloadedHistory(History):
 
     # -- what is asked for ------------------------------------------------------------------------
 
-    def _piece(
-        self, layer: int, row: int, index: int, start: int, stop: int, gradients: bool
-    ) -> Iterator[Segment]:
-        slot = self.table.slot(row, index)
-        if not self._on_host(slot):
-            yield from super()._piece(layer, row, index, start, stop, gradients)
-            return
-        load = self._load(layer, slot, start, stop, gradients=gradients)
-        with self._ring.holding(load) as (keys, grads):
-            views = (None, None) if grads is None else as_attended(grads)
-            yield Segment(index * self._segment_tokens + start, *as_attended(keys), *views)
+    @contextmanager
+    def _stored(
+        self, layer: int, slot: int, start: int, stop: int, gradients: bool
+    ) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        if self._on_host(slot):
+            stored = self._ring.holding(self._load(layer, slot, start, stop, gradients=gradients))
+        else:
+            stored = super()._stored(layer, slot, start, stop, gradients)
+        with stored as (keys, grads):
+            yield keys, grads
 
     def _own_gradients(
         self, layer: int, slot: int, start: int, stop: int
@@ -153,7 +153,7 @@ class OffloadedHistory(History):
             return
         for load in self._own_load(layer, slot, start, stop):
             with self._ring.holding(load) as (_, grads):
-                yield as_attended(grads)
+                yield self._gradients_in(layer, grads, start, stop)
 
     def _write(self, layer: int, slot: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         if not self._on_host(slot):
@@ -162,9 +162,8 @@ class OffloadedHistory(History):
         at, stop = slot - self.table.gpu_slots, start + k.shape[1]
 
         def fill(room: torch.Tensor) -> Pairs:
-            staged = self._ring.keys_view(layer, room)
-            for which, own in enumerate((k, v)):
-                staged[which, start:stop].copy_(own.transpose(0, 1))
-            return token_pairs(self._host.keys.slot(layer, at), staged, start, stop)
+            self._put(layer, room, start, k, v)
+            layout = self._key_layouts[layer]
+            return layout.pairs(self._host.keys.slot(layer, at), room, start, stop)
 
         self._host.written["keys", layer, at] = self._staging.send(fill, layer)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from oomb.cache.pool import LayerShape
-from oomb.offload.ring import slot_bytes
+from oomb.cache.history import segment_bytes, wide
+from oomb.cache.pool import LayerShape, gradient_layouts, key_layouts
 
 STAGING_BUFFERS = 2
 """In which a chunk's K and V wait for their way to the host."""
@@ -23,6 +23,8 @@ class Residency:
         key_bytes, gradient_bytes: of one slot, by layer.
         ring_bytes: GPU memory of the ring and of the staging buffers; 0 where nothing is on the
             host.
+        scratch_bytes: GPU memory in which segments are read, or added to, that are stored in
+            other numbers; besides the budget.
     """
 
     gpu_slots: int
@@ -30,6 +32,7 @@ class Residency:
     key_bytes: Sequence[int]
     gradient_bytes: Sequence[int]
     ring_bytes: int
+    scratch_bytes: int
 
     @classmethod
     def plan(
@@ -42,6 +45,8 @@ class Residency:
         page_grad_dtype: torch.dtype | None,
         gpu_budget: int | None,
         ring_depth: int,
+        page_dtype: str | None = None,
+        rounding: bool = False,
     ) -> Residency:
         """Decide.
 
@@ -54,6 +59,8 @@ class Residency:
             gpu_budget: bytes for pages and ring on the GPU; 0 asks for as few as possible, None
                 has all there.
             ring_depth: buffers of the ring.
+            page_dtype: as configured.
+            rounding: whether page gradients are rounded into their pages from scratch memory.
 
         Returns:
             The residency.
@@ -63,18 +70,24 @@ class Residency:
         """
         slots = sum(-(-pages // segment_pages) for pages in pages_per_row)
         tokens_per_slot = segment_pages * page_size
-        dtypes = [layer.dtype for layer in layers]
-        grad_dtypes = [
-            torch.promote_types(page_grad_dtype, dtype) for dtype in dtypes if page_grad_dtype
+        keys = [
+            layout.nbytes for layout in key_layouts(layers, tokens_per_slot, page_size, page_dtype)
         ]
-        keys = [slot_bytes([layer], [layer.dtype], tokens_per_slot) for layer in layers]
         grads = [
-            slot_bytes([layer], [dtype], tokens_per_slot)
-            for layer, dtype in zip(layers, grad_dtypes, strict=bool(grad_dtypes))
+            layout.nbytes
+            for dtype in ([page_grad_dtype] if page_grad_dtype else [])
+            for layout in gradient_layouts(layers, tokens_per_slot, page_size, dtype)
         ]
+        scratch = 0
+        if page_dtype is not None:
+            dtypes = [layer.dtype for layer in layers]
+            scratch += segment_bytes(layers, dtypes, tokens_per_slot)
+        if rounding and grads:
+            dtypes = [wide(layer.dtype) for layer in layers]
+            scratch += segment_bytes(layers, dtypes, tokens_per_slot)
         per_slot = sum(keys) + sum(grads)
         if gpu_budget is None or slots * per_slot <= gpu_budget:
-            return cls(slots, 0, keys, grads, 0)
+            return cls(slots, 0, keys, grads, 0, scratch)
         ring = (ring_depth + STAGING_BUFFERS) * max(keys) + ring_depth * max(grads, default=0)
         if 0 < gpu_budget < ring:
             raise ValueError(
@@ -83,7 +96,7 @@ class Residency:
                 "or use 0 for as little as possible"
             )
         gpu_slots = max(0, gpu_budget - ring) // per_slot
-        return cls(gpu_slots, slots - gpu_slots, keys, grads, ring)
+        return cls(gpu_slots, slots - gpu_slots, keys, grads, ring, scratch)
 
     def host_bytes(self) -> tuple[list[int], list[int]]:
         """Host memory for K and V and for their gradients, by layer."""

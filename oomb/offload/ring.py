@@ -9,13 +9,14 @@ dropped: slower, never wrong.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from oomb.cache.pool import LayerShape, PagePool
+from oomb.cache.layout import SlotLayout
+from oomb.cache.pool import PagePool
 from oomb.offload.tier import Done, Pairs, Tier, waiting
 
 NAN_BYTE = 0xFF
@@ -80,9 +81,7 @@ class SegmentRing:
 
     Args:
         tier: copies.
-        host: where segments come from.
-        layers: what each layer stores.
-        tokens: tokens of a segment.
+        host: where segments come from; its pools say how they lie.
         depth: buffers; one is in use while the others are loaded.
         device: of the buffers.
         poison: fill what is let go with NaN, so that a use of it shows.
@@ -92,16 +91,13 @@ class SegmentRing:
         self,
         tier: Tier,
         host: HostPages,
-        layers: list[LayerShape],
-        tokens: int,
         depth: int,
         device: torch.device,
         *,
         poison: bool = False,
     ) -> None:
-        self._tier, self._host, self._layers, self._tokens = tier, host, layers, tokens
+        self._tier, self._host = tier, host
         self._device, self._poison = device, poison
-        self._gradient_dtypes: list[torch.dtype] = []
         self._free = deque(Buffer(self.room_for_keys()) for _ in range(depth))
         self._announced: Iterator[Load] = iter(())
         self._loaded: deque[tuple[Load, Buffer, list[Done]]] = deque()
@@ -109,24 +105,17 @@ class SegmentRing:
 
     def room_for_keys(self) -> torch.Tensor:
         """A GPU buffer that holds the K and V of any layer's segment: uint8 [bytes]."""
-        dtypes = [layer.dtype for layer in self._layers]
-        return self._room(slot_bytes(self._layers, dtypes, self._tokens))
+        return self._room(self._host.keys.layouts)
 
-    def _room(self, size: int) -> torch.Tensor:
+    def _room(self, layouts: Sequence[SlotLayout]) -> torch.Tensor:
+        size = max(layout.nbytes for layout in layouts)
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def keys_view(self, layer: int, room: torch.Tensor) -> torch.Tensor:
-        """Such a buffer as a layer's K and V: [2, tokens, heads, dim]."""
-        shape = self._layers[layer]
-        return slot_view(room, shape, shape.dtype, self._tokens)
-
-    def open_gradients(self, dtypes: list[torch.dtype]) -> None:
-        """Give every buffer room for gradients of each layer's dtype."""
+    def open_gradients(self) -> None:
+        """Give every buffer room for the gradients that the host has now."""
         self._drop()
-        self._gradient_dtypes = dtypes
-        size = slot_bytes(self._layers, dtypes, self._tokens)
         for buffer in self._free:
-            buffer.gradients = self._room(size)
+            buffer.gradients = self._room(self._host.gradients.layouts)
 
     def announce(self, loads: Iterable[Load]) -> None:
         """Forget what was announced before; these come next, in this order."""
@@ -136,7 +125,7 @@ class SegmentRing:
 
     @contextmanager
     def holding(self, load: Load) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """K and V, and their gradients, each [2, tokens, heads, dim], until the block ends."""
+        """Slots of K and V and of their gradients, uint8 [bytes], until the block ends."""
         buffer, loaded = self._take(load)
         in_use = ([buffer.keys] if load.keys else []) + (
             [buffer.gradients] if load.gradients else []
@@ -144,16 +133,13 @@ class SegmentRing:
         with waiting(loaded, load.layer):
             for room in in_use:
                 self._tier.begin(room, loaded)
-        keys = self.keys_view(load.layer, buffer.keys) if load.keys else None
-        gradients = self._gradients(load, buffer) if load.gradients else None
         fresh = load.gradients and (load.layer, load.slot) not in self._host.touched
         if fresh:
-            gradients.zero_()
-        inside = slice(load.start, load.stop)
+            buffer.gradients[: self._host.gradients.layouts[load.layer].nbytes].zero_()
         try:
             yield (
-                None if keys is None else keys[:, inside],
-                None if gradients is None else gradients[:, inside],
+                buffer.keys if load.keys else None,
+                buffer.gradients if load.gradients else None,
             )
         finally:
             if self._poison and load.keys:
@@ -185,13 +171,10 @@ class SegmentRing:
         buffer = self._free.popleft()
         after, pairs = list(buffer.free_after), []
         if load.keys:
-            host = self._host.keys.slot(load.layer, load.slot)
-            room = self.keys_view(load.layer, buffer.keys)
-            pairs += token_pairs(room, host, load.start, load.stop)
+            pairs += self._pairs(self._host.keys, buffer.keys, load)
             after += self._last_written("keys", load)
         if load.gradients and (load.layer, load.slot) in self._host.touched:
-            host = self._host.gradients.slot(load.layer, load.slot)
-            pairs += token_pairs(self._gradients(load, buffer), host, load.start, load.stop)
+            pairs += self._pairs(self._host.gradients, buffer.gradients, load)
             after += self._last_written("gradients", load)
         if not pairs:
             return buffer, after
@@ -199,9 +182,9 @@ class SegmentRing:
 
     def _return(self, load: Load, buffer: Buffer, *, whole: bool) -> None:
         """Send gradients back; all of a slot's when they are its first."""
-        host = self._host.gradients.slot(load.layer, load.slot)
-        start, stop = (0, self._tokens) if whole else (load.start, load.stop)
-        pairs = token_pairs(host, self._gradients(load, buffer), start, stop)
+        host, layout = self._host.gradients, self._host.gradients.layouts[load.layer]
+        start, stop = (0, layout.tokens) if whole else (load.start, load.stop)
+        pairs = layout.pairs(host.slot(load.layer, load.slot), buffer.gradients, start, stop)
         done = self._tier.copy_out(pairs, buffer.free_after, load.layer)
         self._host.touched.add((load.layer, load.slot))
         self._host.written["gradients", load.layer, load.slot] = done
@@ -218,29 +201,7 @@ class SegmentRing:
             buffer.free_after = loaded
             self._free.append(buffer)
 
-    def _gradients(self, load: Load, buffer: Buffer) -> torch.Tensor:
-        dtype = self._gradient_dtypes[load.layer]
-        return slot_view(buffer.gradients, self._layers[load.layer], dtype, self._tokens)
-
-
-def slot_bytes(layers: list[LayerShape], dtypes: list[torch.dtype], tokens: int) -> int:
-    """Bytes of the largest layer's slot."""
-    return max(
-        2 * tokens * layer.heads * layer.dim * dtype.itemsize
-        for layer, dtype in zip(layers, dtypes, strict=True)
-    )
-
-
-def slot_view(
-    room: torch.Tensor, layer: LayerShape, dtype: torch.dtype, tokens: int
-) -> torch.Tensor:
-    """A buffer [bytes] as a slot of a layer: [2, tokens, heads, dim]."""
-    size = 2 * tokens * layer.heads * layer.dim * dtype.itemsize
-    return room[:size].view(dtype).view(2, tokens, layer.heads, layer.dim)
-
-
-def token_pairs(to: torch.Tensor, source: torch.Tensor, start: int, stop: int) -> Pairs:
-    """Copies of tokens [start, stop) between slots [2, tokens, heads, dim]: one if it is all."""
-    if (start, stop) == (0, to.shape[1]):
-        return [(to, source)]
-    return [(to[which, start:stop], source[which, start:stop]) for which in (0, 1)]
+    @staticmethod
+    def _pairs(host: PagePool, room: torch.Tensor, load: Load) -> Pairs:
+        layout = host.layouts[load.layer]
+        return layout.pairs(room, host.slot(load.layer, load.slot), load.start, load.stop)

@@ -11,7 +11,14 @@ from oomb.config import EngineConfig, OffloadConfig
 from oomb.planner.memory import GIB, USABLE, plan_step
 from oomb.planner.model import ModelSizes
 
-CERTAIN = ("weights", "weight gradients", "K/V pages", "page gradients", "segment ring")
+CERTAIN = (
+    "weights",
+    "weight gradients",
+    "K/V pages",
+    "page gradients",
+    "segment ring",
+    "segments in full precision",
+)
 """Contents whose bytes are exact for every model; the others are estimates."""
 
 

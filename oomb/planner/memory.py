@@ -167,6 +167,7 @@ def changes(
         ("activation_policy='selective'", {"activation_policy": "selective", "live_chunks": 1}),
         ("activation_policy='layer'", {"activation_policy": "layer", "live_chunks": 1}),
         (f"chunk_size={config.chunk_size // 2}", {"chunk_size": config.chunk_size // 2}),
+        ("page_dtype='fp8'", {"page_dtype": "fp8"}),
     ]
     found = []
     for name, change in tried:
@@ -192,6 +193,8 @@ def _pages(
         page_grad_dtype=config.page_grad_dtype,
         gpu_budget=_budget(config),
         ring_depth=config.offload.ring_depth if config.offload is not None else 0,
+        page_dtype=config.page_dtype,
+        rounding=config.rounds_stochastically,
     )
     keys, gradients = sum(residency.key_bytes), sum(residency.gradient_bytes)
     return {
@@ -199,6 +202,7 @@ def _pages(
             "K/V pages": residency.gpu_slots * keys,
             "page gradients": residency.gpu_slots * gradients,
             "segment ring": residency.ring_bytes,
+            "segments in full precision": residency.scratch_bytes,
         },
         "host": {
             "K/V pages": residency.host_slots * keys,
