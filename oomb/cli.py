@@ -30,6 +30,10 @@ KeepFillOutputs = Annotated[
 ]
 Offload = Annotated[bool, typer.Option(help="Let pages live in host memory.")]
 GpuBudget = Annotated[float, typer.Option(help="GiB of pages that stay on the GPU with --offload.")]
+PageDtype = Annotated[str, typer.Option(help="Of K and V in pages: model or fp8.")]
+PageGradRounding = Annotated[
+    str, typer.Option(help="Of bf16 gradients in pages: stochastic or nearest.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -164,7 +168,9 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Of the weights: bf16, fp16, fp32 or fp64.")] = "bf16",
     policy: Annotated[str, typer.Option(help="keep, selective or layer.")] = "selective",
     grad_dtype: Annotated[str, typer.Option(help="Of weight gradients.")] = "fp32",
+    page_dtype: PageDtype = "model",
     page_grad_dtype: Annotated[str, typer.Option(help="Of gradients in pages.")] = "fp32",
+    page_grad_rounding: PageGradRounding = "stochastic",
     live_chunks: Annotated[int, typer.Option(help="Chunks whose activations stay alive.")] = 1,
     keep_fill_outputs: KeepFillOutputs = False,
     offload: Offload = False,
@@ -192,7 +198,8 @@ def plan(
         sizes, config, machine = check(
             PlanOptions(
                 model=model, context=context, chunk=chunk, page=page, dtype=dtype, policy=policy,
-                grad_dtype=grad_dtype, page_grad_dtype=page_grad_dtype, live_chunks=live_chunks,
+                grad_dtype=grad_dtype, page_dtype=page_dtype, page_grad_dtype=page_grad_dtype,
+                page_grad_rounding=page_grad_rounding, live_chunks=live_chunks,
                 keep_fill_outputs=keep_fill_outputs, offload=offload, gpu_budget=gpu_budget,
                 optimizer=optimizer, gpu=gpu, host=host,
             )
@@ -223,7 +230,9 @@ def bench_step(
     grad_dtype: Annotated[
         str, typer.Option(help="Of the engine's weight gradients: bf16, fp16, fp32 or fp64.")
     ] = "fp32",
+    page_dtype: PageDtype = "model",
     page_grad_dtype: Annotated[str, typer.Option(help="Of gradients in pages; the same.")] = "fp32",
+    page_grad_rounding: PageGradRounding = "stochastic",
     live_chunks: Annotated[
         int, typer.Option(help="Chunks whose activations stay alive; above 1 with --policy keep.")
     ] = 1,
@@ -265,7 +274,8 @@ def bench_step(
         settings = check(
             StepOptions(
                 shape=shape, layers=layers, lengths=lengths, chunk=chunk, page=page, policy=policy,
-                grad_dtype=grad_dtype, page_grad_dtype=page_grad_dtype,
+                grad_dtype=grad_dtype, page_dtype=page_dtype, page_grad_dtype=page_grad_dtype,
+                page_grad_rounding=page_grad_rounding,
                 live_chunks=live_chunks, keep_fill_outputs=keep_fill_outputs,
                 offload=offload, gpu_budget=gpu_budget, ring_depth=ring_depth,
                 backend=backend, accumulate=accumulate,

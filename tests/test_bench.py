@@ -17,7 +17,7 @@ from oomb.bench.attention.peers import CannotRunError, _reason, make_peer
 from oomb.bench.attention.problem import make_problem
 from oomb.bench.attention.run import failed
 from oomb.bench.attention.truth import compared_heads, exact_head, relative_errors
-from oomb.bench.inputs import one_sentence
+from oomb.bench.inputs import InputError, one_sentence
 from oomb.bench.machine import machine_facts
 from oomb.bench.models import SHAPES, TINY, make_model
 from oomb.bench.step import child
@@ -30,6 +30,7 @@ from oomb.bench.step.roofline import Rates, least_seconds, rates_of
 from oomb.bench.step.sample import sample_length, total
 from oomb.bench.step.sides import OurSide, TheirSide
 from oomb.bench.step.split import class_of_kernel, split_of_trace
+from oomb.bench.table import step_table
 from oomb.bench.timing import timed
 from oomb.cli import app
 
@@ -329,6 +330,27 @@ def test_products_that_run_are_those_that_are_counted(side, changes):
     products = sum(counts.get(op, 0) for op in (aten.mm, aten.addmm, aten.addmm_))
     computed = runner.computed(40)
     assert products == computed.linear + computed.loss
+
+
+def test_low_precision_reaches_the_engine_and_the_table(tmp_path):
+    low = {"page_dtype": "fp8", "page_grad_dtype": "bf16"}
+    for more, said in (
+        ({}, "fp8 pages, bf16 page gradients |"),
+        ({"page_grad_rounding": "nearest"}, "gradients, `page_grad_rounding='nearest'` |"),
+    ):
+        settings = check_step(StepOptions(shape="tiny", device="cpu", **low, **more))
+        config = settings.engine_config()
+        assert config.page_dtype == "fp8" and config.page_grad_dtype == torch.bfloat16
+        assert config.page_grad_rounding == more.get("page_grad_rounding", "stochastic")
+        run = {"tokens_per_s": 1.0, "peak_gib": 1.0}
+        report = {
+            "settings": settings.plain(),
+            "rows": [{"tokens": 8, "oomb": run, "transformers": run}],
+        }
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        assert step_table([tmp_path / "report.json"]).endswith(said)
+    with pytest.raises(InputError, match="--page-dtype must be one of model, fp8, got 'fp6'"):
+        check_step(StepOptions(shape="tiny", device="cpu", page_dtype="fp6"))
 
 
 def test_the_roofline_of_a_step():

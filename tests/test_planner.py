@@ -85,9 +85,13 @@ def test_other_families_have_sizes():
     assert sizes.saved >= 4 * 32
 
 
-@pytest.mark.parametrize("budget", [0, 40_000, 10**9])
+LOW = {"page_dtype": "fp8", "page_grad_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("low", [{}, LOW], ids=["", "low precision"])
+@pytest.mark.parametrize("budget", [0, 20_000, 10**9])
 @pytest.mark.parametrize("outputs", [False, True])
-def test_pages_are_what_the_engine_takes(budget, outputs):
+def test_pages_are_what_the_engine_takes(budget, outputs, low):
     """To the byte, on both tiers."""
     model = tiny_model("llama", torch.float32)
     config = oomb.EngineConfig(
@@ -96,6 +100,7 @@ def test_pages_are_what_the_engine_takes(budget, outputs):
         segment_pages=2,
         keep_fill_outputs=outputs,
         offload=oomb.OffloadConfig(gpu_budget=budget),
+        **low,
     )
     plan = plan_step(ModelSizes.of(model.config, torch.float32), config, 60)
     with oomb.Engine(model, config) as engine:
@@ -108,6 +113,25 @@ def test_pages_are_what_the_engine_takes(budget, outputs):
     assert alive.get("host_kv_pages", 0) == plan.host["K/V pages"]
     assert alive.get("host_fill_outputs", 0) == plan.host["fill outputs"]
     assert (plan.host["fill outputs"] > 0) == outputs
+
+
+@pytest.mark.parametrize("offload", [None, oomb.OffloadConfig()], ids=["", "offload"])
+def test_low_precision_is_counted_with_scales_and_scratch(seven_billion, offload):
+    """A page of 128 tokens, 4 heads of 128 numbers: 2 scales of 4 bytes per head, for K and V."""
+    context = 9 * 4096  # 8 chunks in pages, which are one segment
+    config = oomb.EngineConfig(offload=offload, segment_pages=256)
+    low = plan_step(seven_billion, replace(config, **LOW), context)
+    high = plan_step(seven_billion, config, context)
+    where = "gpu" if offload is None else "host"
+    pages = 28 * 8 * 32
+    keys, gradients = (getattr(low, where)[name] for name in ("K/V pages", "page gradients"))
+    assert keys == pages * 2 * (128 * 4 * 128 + 2 * 4 * 4)
+    assert gradients == getattr(high, where)["page gradients"] // 2
+    assert low.gpu["segments in full precision"] == 2 * 32768 * 4 * 128 * (2 + 4)
+    assert high.gpu["segments in full precision"] == 0
+    if offload is not None:
+        per_segment = keys // 28
+        assert low.gpu["segment ring"] == (3 + 2) * per_segment + 3 * gradients // 28
 
 
 @pytest.mark.parametrize("offload", [None, oomb.OffloadConfig()])
@@ -220,6 +244,17 @@ def test_the_command_prints_and_says_what_to_change():
     assert plan["longest_context"] >= 262144 and plan["host_total"] == sum(plan["host"].values())
 
 
+def test_the_command_takes_low_precision():
+    words = ("--gpu", 80, "--host", 300, "--offload", "--json")
+    low = ("--page-dtype", "fp8", "--page-grad-dtype", "bf16")
+    plans = [json.loads(invoke(*words, *more).output) for more in ((), low)]
+    assert plans[1]["host_total"] < 0.51 * plans[0]["host_total"]
+    assert plans[1]["longest_context"] > 1.9 * plans[0]["longest_context"]
+    nearest = invoke(*words, *low, "--page-grad-rounding", "nearest")
+    scratch = "segments in full precision"
+    assert 0 < json.loads(nearest.output)["gpu"][scratch] < plans[1]["gpu"][scratch]
+
+
 def test_the_command_reads_a_folder():
     result = invoke(demo_model_dir(), "--gpu", 2, "--context", 16384, "--json")
     assert result.exit_code == 0, result.output
@@ -242,6 +277,8 @@ def test_the_command_reads_a_folder():
         (("--gpu", 80, "--dtype", "int8"), "--dtype must be one of bf16"),
         (("--gpu", 80, "--gpu-budget", 3), "add --offload"),
         (("--gpu", 80, "--context", 0), "--context must be at least 1"),
+        (("--gpu", 80, "--page-dtype", "fp4"), "--page-dtype must be one of model, fp8"),
+        (("--gpu", 80, "--page-grad-rounding", "up"), "--page-grad-rounding must be one of stoch"),
     ],
 )
 def test_bad_input_is_refused(words, said):

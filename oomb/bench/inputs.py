@@ -16,6 +16,7 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+PAGE_DTYPES = {"model": None, "fp8": "fp8"}
 NONE = "none"
 
 

@@ -28,12 +28,16 @@ def _settings(settings: dict[str, Any]) -> str:
     live = settings.get("live_chunks", 1)
     found += [f"`live_chunks={live}`"] if live > 1 else []
     found += ["`keep_fill_outputs`"] if settings["keep_fill_outputs"] else []
+    found += ["fp8 pages"] if settings.get("page_dtype", "model") == "fp8" else []
     low = [
         name
         for name, key in (("weight", "grad_dtype"), ("page", "page_grad_dtype"))
         if settings[key] != "fp32"
     ]
     found += [f"bf16 {' and '.join(low)} gradients"] if low else []
+    if settings["page_grad_dtype"] == "bf16":  # before it could be said, all was to nearest
+        rounding = settings.get("page_grad_rounding", "nearest")
+        found += [f"`page_grad_rounding='{rounding}'`"] if rounding != "stochastic" else []
     return ", ".join(found)
 
 

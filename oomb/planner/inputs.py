@@ -8,8 +8,16 @@ from pathlib import Path
 import torch
 
 import oomb
-from oomb.bench.inputs import DTYPES, InputError, check_least, choose, one_sentence
+from oomb.bench.inputs import (
+    DTYPES,
+    PAGE_DTYPES,
+    InputError,
+    check_least,
+    choose,
+    one_sentence,
+)
 from oomb.bench.models import QWEN2_7B
+from oomb.config import ROUNDINGS
 from oomb.meminfo import meminfo
 from oomb.planner.memory import GIB, OPTIMIZERS, Machine
 from oomb.planner.model import ModelSizes
@@ -29,7 +37,9 @@ class PlanOptions:
     dtype: str = "bf16"
     policy: str = "selective"
     grad_dtype: str = "fp32"
+    page_dtype: str = "model"
     page_grad_dtype: str = "fp32"
+    page_grad_rounding: str = "stochastic"
     live_chunks: int = 1
     keep_fill_outputs: bool = False
     offload: bool = False
@@ -62,6 +72,8 @@ def check(options: PlanOptions) -> tuple[ModelSizes, oomb.EngineConfig, Machine]
         DTYPES[choose(f"--{name.replace('_', '-')}", getattr(options, name), DTYPES)]
         for name in ("dtype", "grad_dtype", "page_grad_dtype")
     ]
+    page_dtype = PAGE_DTYPES[choose("--page-dtype", options.page_dtype, PAGE_DTYPES)]
+    choose("--page-grad-rounding", options.page_grad_rounding, ROUNDINGS)
     machine = _machine(options)
     try:
         offload = oomb.OffloadConfig(gpu_budget=round(options.gpu_budget * GIB))
@@ -70,7 +82,9 @@ def check(options: PlanOptions) -> tuple[ModelSizes, oomb.EngineConfig, Machine]
             page_size=options.page,
             activation_policy=options.policy,
             grad_dtype=dtypes[1],
+            page_dtype=page_dtype,
             page_grad_dtype=dtypes[2],
+            page_grad_rounding=options.page_grad_rounding,
             live_chunks=options.live_chunks,
             keep_fill_outputs=options.keep_fill_outputs,
             offload=offload if options.offload else None,

@@ -11,6 +11,7 @@ from transformers import Qwen2Config
 import oomb
 from oomb.bench.inputs import (
     DTYPES,
+    PAGE_DTYPES,
     InputError,
     check_device,
     check_least,
@@ -21,6 +22,7 @@ from oomb.bench.inputs import (
 )
 from oomb.bench.models import SHAPES
 from oomb.bench.step.flops import LayerSizes
+from oomb.config import ROUNDINGS
 
 DEFAULTS = {
     "cuda": {"lengths": "16384,32768", "chunk": 4096, "page": 128, "dtype": "bf16"},
@@ -41,7 +43,9 @@ class StepOptions:
     page: int | None = None
     policy: str = "selective"
     grad_dtype: str = "fp32"
+    page_dtype: str = "model"
     page_grad_dtype: str = "fp32"
+    page_grad_rounding: str = "stochastic"
     live_chunks: int = 1
     keep_fill_outputs: bool = False
     offload: bool = False
@@ -69,7 +73,7 @@ class StepSettings:
         chunk, page: tokens.
         policy: activation policy of the engine.
         dtype: of the model.
-        grad_dtype, page_grad_dtype: of the engine.
+        grad_dtype, page_dtype, page_grad_dtype, page_grad_rounding: of the engine.
         live_chunks, keep_fill_outputs: of the engine.
         offload: whether pages may live on the host.
         gpu_budget, ring_depth: of the engine's offloading; the budget in GiB.
@@ -91,7 +95,9 @@ class StepSettings:
     policy: str
     dtype: str
     grad_dtype: str
+    page_dtype: str
     page_grad_dtype: str
+    page_grad_rounding: str
     live_chunks: int
     keep_fill_outputs: bool
     offload: bool
@@ -113,7 +119,9 @@ class StepSettings:
             page_size=self.page,
             activation_policy=self.policy,
             grad_dtype=DTYPES[self.grad_dtype],
+            page_dtype=PAGE_DTYPES[self.page_dtype],
             page_grad_dtype=DTYPES[self.page_grad_dtype],
+            page_grad_rounding=self.page_grad_rounding,
             live_chunks=self.live_chunks,
             keep_fill_outputs=self.keep_fill_outputs,
             offload=self._offload(),
@@ -181,7 +189,9 @@ def check(options: StepOptions) -> StepSettings:
         policy=options.policy,
         dtype=defaults["dtype"],
         grad_dtype=choose("--grad-dtype", options.grad_dtype, GRAD_DTYPES),
+        page_dtype=choose("--page-dtype", options.page_dtype, PAGE_DTYPES),
         page_grad_dtype=choose("--page-grad-dtype", options.page_grad_dtype, GRAD_DTYPES),
+        page_grad_rounding=choose("--page-grad-rounding", options.page_grad_rounding, ROUNDINGS),
         live_chunks=options.live_chunks,
         keep_fill_outputs=options.keep_fill_outputs,
         offload=options.offload,
