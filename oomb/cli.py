@@ -290,6 +290,31 @@ def bench_step(
         raise typer.Exit(1)
 
 
+@bench.command("pages")
+def bench_pages(
+    context: Annotated[int, typer.Option(help="Tokens of a step.")] = 8192,
+    chunks: Annotated[
+        str, typer.Option(help="Into how many chunks it is cut, between commas.")
+    ] = "4,16,64",
+    page: Annotated[int, typer.Option(help="Tokens of one K/V page.")] = 128,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
+) -> None:
+    """Measure the gradient error of fp8 pages and of bf16 page gradients, on real text.
+
+    Exit code 2: bad input, nothing was done.
+    """
+    from oomb.bench.console import make_console
+    from oomb.bench.pages import check, run
+    from oomb.demo.report import without_infinities
+
+    with _refusals():
+        settings = check(context, chunks, page, device, out)
+        report = run(settings, _command(), make_console())
+        if out is not None:
+            write_json(out, without_infinities(report))
+
+
 def _command() -> str:
     """The command that was run, less where its output went."""
     words = sys.argv[1:]

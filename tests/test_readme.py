@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import oomb
-from oomb.bench.table import step_table
+from oomb.bench.table import pages_table, step_table
 from oomb_assets import demo_model_dir
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +40,23 @@ def test_numbers_around_the_table_are_the_recorded_ones():
     assert f"{100 * row['error_ordinary']:.2f} % for transformers" in README
     machine = f"{exact['gpu']}, {exact['date']}, torch {exact['torch']}"
     assert machine in README.replace("\n", " ")
+
+
+def test_what_low_precision_pages_cost_is_recorded():
+    report = json.loads((RESULTS / "pages_cpu.json").read_text())
+    assert pages_table(report) in README
+    assert [row["chunks"] for row in report["rows"][::4]] == [4, 16, 64]
+    where = f"{report['date']}, torch {report['torch']}, transformers {report['transformers']}"
+    assert where in README and f"over {report['settings']['context']:,} tokens" in README
+    for option in {row["option"] for row in report["rows"]}:  # what the text says of the growth
+        errors = [r["parameters"]["all"]["error"] for r in report["rows"] if r["option"] == option]
+        assert (errors[-1] / errors[0] < 1.25) == option.startswith("fp8")
+    stochastic, nearest = (
+        next(row for row in report["rows"] if row["option"] == name and row["chunks"] == 64)
+        for name in ("bf16 page gradients", "bf16 page gradients, to nearest")
+    )
+    errors = [row["parameters"]["all"]["error"] for row in (nearest, stochastic)]
+    assert errors[0] < errors[1]
 
 
 def test_every_local_link_leads_somewhere():

@@ -1,4 +1,4 @@
-"""The README's table, from the recorded measurements."""
+"""The README's tables, from the recorded measurements."""
 
 from __future__ import annotations
 
@@ -19,6 +19,21 @@ def step_table(reports: list[Path]) -> str:
         found += [(row["tokens"], _cells(row), settings) for row in report["rows"]]
     for tokens, cells, settings in sorted(found, key=lambda each: each[0]):
         lines.append("| " + " | ".join([f"{tokens:,}", *cells, settings]) + " |")
+    return "\n".join(lines)
+
+
+def pages_table(report: dict[str, Any]) -> str:
+    """Rows in Markdown of a report of `oomb bench pages`: bytes and error, by option."""
+    options: dict[str, list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        options.setdefault(row["option"], []).append(row)
+    lines = []
+    for name, rows in options.items():
+        saved = (rows[0][key] for key in ("page_bytes_per_token", "page_bytes_per_token_full"))
+        errors = (f"{100 * row['parameters']['all']['error']:.2g} %" for row in rows)
+        cosine = f"{rows[-1]['parameters']['all']['cosine']:.4f}"
+        cells = [name, " of ".join(f"{each:,.0f}" for each in saved), *errors, cosine]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
