@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from helpers import chunked_run, gradients, tiny_model, true_fp64, whole_run, worst_error
@@ -161,6 +163,68 @@ def test_both_options_have_the_same_bits_on_two_tiers(settings, kind):
     assert all(torch.equal(grads[name], others[name]) for name in grads)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("mistral", {"sliding_window": 20}), ("qwen3_moe", {}), ("gpt2", {})],
+)
+def test_other_models_keep_their_pages_so_too(family, changes):
+    model = tiny_model(family, torch.bfloat16, **changes)
+    ids = batch("short last page")["input_ids"]
+    settings = {**SIZES, "page_grad_dtype": torch.bfloat16, "page_dtype": "fp8"}
+    settings |= {"check_replay": True, "activation_policy": "layer"}
+    results = [
+        chunked_run(model, ids, {**settings, "offload": offload})
+        for offload in (None, oomb.OffloadConfig(poison=True))
+    ]
+    (loss, grads), (other_loss, others) = results
+    assert torch.equal(loss, other_loss)
+    assert all(torch.equal(grads[name], others[name]) for name in grads)
+    _, exact = chunked_run(model, ids, SIZES)
+    error, _ = worst_error(grads, exact)
+    assert 1e-3 < error < 0.5
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton")
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [({"page_dtype": "fp8"}, 1e-4), ({"page_grad_dtype": torch.bfloat16}, 1e-2)],
+    ids=str,
+)
+def test_triton_attends_to_them(settings, limit):
+    model = tiny_model("llama", torch.float32, num_hidden_layers=1, head_dim=16)
+    ids = torch.randint(1, 97, (1, 26))
+    settings = {**SIZES, "activation_policy": "keep", **settings}
+    results = [
+        chunked_run(model, ids, {**settings, "attention_backend": backend})[1]
+        for backend in ("triton", "reference")
+    ]
+    error, name = worst_error(*results)
+    assert error < limit, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "library"])
+def test_both_options_on_a_gpu(backend):
+    model = tiny_model("llama", torch.bfloat16, hidden_size=64, head_dim=16).cuda()
+    ids = torch.randint(0, 97, (2, 1000), device="cuda")
+    sizes = {"chunk_size": 96, "page_size": 16, "segment_pages": 4, "attention_backend": backend}
+    low = {"page_dtype": "fp8", "page_grad_dtype": torch.bfloat16}
+    sizes |= {"deterministic": backend == "triton"}
+    results = []
+    for offload in (None, oomb.OffloadConfig(poison=True)):
+        torch.manual_seed(5)
+        results.append(chunked_run(model, ids, {**sizes, **low, "offload": offload})[1])
+    found, others = results
+    for name, grad in found.items():
+        if backend == "triton":
+            assert torch.equal(grad, others[name]), name
+        else:
+            assert (others[name] - grad).norm() <= 5e-2 * grad.norm(), name
+    _, exact = chunked_run(model, ids, sizes)
+    error, name = worst_error(found, exact)
+    assert 1e-3 < error < 0.5, name
+
+
 # -- fp8 ------------------------------------------------------------------------------------------
 
 
@@ -206,10 +270,27 @@ def test_a_key_of_every_size_stays_finite_and_near():
 CPU = torch.device("cpu")
 
 
-def test_rounding_is_unbiased_and_to_a_neighbour():
+def store_on_cpu(x, out):
+    StochasticRounding(CPU, [1]).store(x, out)
+
+
+def store_by_kernel(x, out):
+    pytest.importorskip("triton", reason="needs Triton")
+    from oomb.cache.stochastic_kernel import fused_store
+
+    fused_store(x, out, 2**62 + 3)
+
+
+@pytest.fixture(params=[store_on_cpu, store_by_kernel])
+def store(request):
+    """The kernel runs in Triton's interpreter where there is no GPU."""
+    return request.param
+
+
+def test_rounding_is_unbiased_and_to_a_neighbour(store):
     exact = torch.randn(64) * torch.logspace(-20, 20, 64)
     out = torch.empty(4000, 64, dtype=torch.bfloat16)
-    StochasticRounding(CPU, [1]).store(exact.expand(4000, 64), out)
+    store(exact.repeat(2, 2000).view(2, 2000, 1, 64), out.view(2, 2000, 1, 64))
     down = (exact.view(torch.int32) & -65536).view(torch.float32)
     up = ((exact.view(torch.int32) & -65536) + 65536).view(torch.float32)
     assert ((out == down) | (out == up)).all() and (out == down).any() and (out == up).any()
@@ -220,16 +301,30 @@ def test_rounding_is_unbiased_and_to_a_neighbour():
     assert ((nearest - exact.double()).abs() > 5 * spread).sum() > 32  # such a bias would show
 
 
-def test_what_is_bf16_already_and_what_is_not_finite_stays():
-    x = torch.randn(1000).bfloat16()
-    x[:3] = torch.tensor([float("inf"), -float("inf"), 0.0])
-    for dtype in (torch.float32, torch.float64):
-        out = torch.empty_like(x)
-        StochasticRounding(CPU, [2]).store(x.to(dtype), out)
-        assert torch.equal(out, x)
-    out = torch.empty(1, dtype=torch.bfloat16)
-    StochasticRounding(CPU, [2]).store(torch.tensor([float("nan")]), out)
-    assert out.isnan().all()
+def test_what_is_bf16_already_and_what_is_not_finite_stays(store):
+    """Written into a part of a slot: what lies before and behind is untouched."""
+    x = torch.randn(2, 700, 1, 3).bfloat16()
+    x[0, 0, 0] = torch.tensor([float("inf"), -float("inf"), 0.0])
+    out = torch.full((2, 704, 1, 3), 5.0, dtype=torch.bfloat16)
+    store(x.float(), out[:, 2:702])
+    assert torch.equal(out[:, 2:702], x)
+    assert (out[:, :2] == 5).all() and (out[:, 702:] == 5).all()
+    store(torch.full((2, 4, 1, 3), float("nan")), out[:, :4])
+    assert out[:, :4].isnan().all() and not out[:, 4:].isnan().any()
+
+
+def test_random_numbers_of_calls_and_of_k_and_v_differ(store):
+    x = torch.full((2, 500, 1, 4), 1.002)
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    store(x, out)
+    assert 0.2 < float((out[0] == out[1]).float().mean()) < 0.8  # up in a quarter of both: 0.62
+    again = torch.empty_like(out)
+    store(x, again)
+    assert torch.equal(out, again)
+    rounding = StochasticRounding(CPU, [1])
+    for each in (out, again):
+        rounding.store(x, each)
+    assert not torch.equal(out, again)
 
 
 def test_small_terms_are_not_lost():
@@ -289,6 +384,19 @@ def test_rounding_to_nearest_is_left_to_the_kernel():
     (exact,), _ = step(model, 0, page_grad_dtype=torch.float32)
     error, _ = worst_error(nearest, exact)
     assert 1e-4 < error < 2e-2
+
+
+@pytest.mark.gpu
+def test_rounding_on_a_gpu_is_unbiased_and_repeats():
+    x = (torch.randn(2, 4, 1, 64) * 3).repeat(1, 2000, 1, 1).cuda()
+    found = []
+    for _ in range(2):
+        out = torch.empty_like(x, dtype=torch.bfloat16)
+        StochasticRounding(x.device, [4]).store(x, out)
+        found.append(out)
+    assert torch.equal(*found)
+    mean, exact = (each.double().unflatten(1, (2000, 4)).mean(1) for each in (found[0], x))
+    assert ((mean - exact).abs() <= 5 * exact.abs() * 2**-8 / 2000**0.5).all()
 
 
 # -- settings -------------------------------------------------------------------------------------
