@@ -96,10 +96,9 @@ class EngineConfig:
             torch's Adam optimizers want the parameter's own; a bf16 sum loses more the more chunks
             there are.
         page_dtype: `fp8` keeps K and V in pages as 8-bit floats (e4m3), with a scale per page and
-            head, rounded once, when they are written. Everybody reads a key as its page holds it,
-            in both passes, its own chunk too; gradients pass the rounding as if there were none.
-            Keys that no later chunk reads have no page, and are not rounded. None keeps K and V
-            as the model makes them.
+            head, rounded once, when they are written. A chunk attends to earlier chunks as their
+            pages hold them, in both passes, and to itself in full precision; gradients pass the
+            rounding straight through. None keeps K and V as the model makes them.
         page_grad_dtype: dtype in which page gradients accumulate, or the model's own dtype where
             that is wider; bf16 is bf16 for every model.
         page_grad_rounding: how a sum of page gradients becomes bf16 after each chunk: `stochastic`

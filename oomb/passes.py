@@ -347,7 +347,6 @@ class Passes:
             history=self._history,
             backend=self._attention[layer].backend,
         )
-        k, v = self._history.as_read(self._chunk, k, v)
         if self._phase == "fill":
             self._write_pages(call, k, v)
             if not torch.is_grad_enabled():
@@ -380,7 +379,10 @@ class Passes:
 
     def _compare_with_pages(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         for write in self._chunk.writes:
-            own_k, own_v = (x[write.row, :, write.start : write.stop].detach() for x in (k, v))
+            own_k, own_v = (
+                self._history.as_stored(x[write.row, :, write.start : write.stop], write.first)
+                for x in (k.detach(), v.detach())
+            )
             for at, page in self._history.pieces(layer, write.row, write.first, write.last):
                 for name, now, then in (("K", own_k, page.k), ("V", own_v, page.v)):
                     if not torch.equal(now[:, at], then[0]):

@@ -48,9 +48,9 @@ def test_what_low_precision_pages_cost_is_recorded():
     assert [row["chunks"] for row in report["rows"][::4]] == [4, 16, 64]
     where = f"{report['date']}, torch {report['torch']}, transformers {report['transformers']}"
     assert where in README and f"over {report['settings']['context']:,} tokens" in README
-    for option in {row["option"] for row in report["rows"]}:  # what the text says of the growth
+    for option in {row["option"] for row in report["rows"]}:  # what the text says
         errors = [r["parameters"]["all"]["error"] for r in report["rows"] if r["option"] == option]
-        assert (errors[-1] / errors[0] < 1.25) == option.startswith("fp8")
+        assert errors == sorted(errors)
     stochastic, nearest = (
         next(row for row in report["rows"] if row["option"] == name and row["chunks"] == 64)
         for name in ("bf16 page gradients", "bf16 page gradients, to nearest")

@@ -4,18 +4,15 @@ A scale is a power of two, so that nothing is rounded but the number itself, onc
 exact in the model's dtype, and storing what was read stores the same again. A page that a chunk
 border cuts is written by two chunks, and each has a scale of its own.
 
-The gradient is straight-through: a key's gradient is that of its rounded value. A key that has a
-page is read as its page holds it by everybody, its own chunk too, so that a step's gradients are
-those of one function, whose rounding has derivative 1.
+A chunk attends to itself with its own K and V, and to earlier chunks as their pages hold them, in
+both passes alike: a step's gradients are those of one function. Its rounding has derivative 1
+(straight-through): what later chunks owe a rounded key is added to the gradient of the key itself.
+Reading the own chunk rounded as well made the gradient's error 4 to 7 times as large.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-
-from oomb.chunking import Chunk
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -106,39 +103,6 @@ def read(numbers: torch.Tensor, scales: torch.Tensor, cut: int, out: torch.Tenso
         return
     out[:, :, :cut].mul_(scales[:, :, 0])
     out[:, :, cut:].mul_(scales[:, :, 1])
-
-
-def as_read(
-    chunk: Chunk, k: torch.Tensor, v: torch.Tensor, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A chunk's K and V as its pages hold them; what has no page stays as it is.
-
-    Args:
-        chunk: whose tokens they are.
-        k: [B, heads, tokens, dim].
-        v: [B, heads, tokens, dim].
-        page_size: tokens of a page.
-
-    Returns:
-        Both; gradients pass through as if nothing were rounded.
-    """
-    if not chunk.writes:
-        return k, v
-    return _AsRead.apply(k, chunk, page_size), _AsRead.apply(v, chunk, page_size)
-
-
-class _AsRead(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor, chunk: Chunk, page_size: int) -> torch.Tensor:
-        x = x.clone()
-        for write in chunk.writes:
-            here = x[write.row, :, write.start : write.stop]
-            here.copy_(rounded(here, write.first, page_size))
-        return x
-
-    @staticmethod
-    def backward(_ctx: Any, grad: torch.Tensor):
-        return grad, None, None
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

@@ -178,13 +178,9 @@ class History:
         for own, there in zip((k, v), numbers, strict=True):
             there[start : start + own.shape[1]].copy_(own.transpose(0, 1))
 
-    def as_read(
-        self, chunk: Chunk, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A chunk's k and v [B, kv heads, tokens, dim] as its pages give them back."""
-        if not self._quantised:
-            return k, v
-        return fp8.as_read(chunk, k, v, self.table.page_size)
+    def as_stored(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        """K or V [kv heads, tokens, dim] of tokens `first` and on, as pages give them back."""
+        return fp8.rounded(x, first, self.table.page_size) if self._quantised else x
 
     def pieces(
         self, layer: int, row: int, first: int, last: int
