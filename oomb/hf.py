@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 NAME = "oomb"
+SINK = "s_aux"  # the keyword that brings a layer's sinks
 IMPLEMENTATION = "_attn_implementation_internal"  # behind config._attn_implementation
 
 AttentionHandler = Callable[..., torch.Tensor]

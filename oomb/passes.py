@@ -26,6 +26,7 @@ from oomb.columns import Columns
 from oomb.config import EngineConfig
 from oomb.fill_ending import FillEnding
 from oomb.fill_outputs import FillOutputs
+from oomb.hf import SINK
 from oomb.installed import InstalledModel
 from oomb.loss import (
     block_size,
@@ -330,7 +331,7 @@ class Passes:
         _mask: Any,
         scale: float,
         dropout: float,
-        _keywords: dict[str, Any],
+        keywords: dict[str, Any],
     ) -> torch.Tensor:
         """The model's attention: q [B, H, n, D], k and v [B, G, n, D] -> [B, n, H, D]."""
         layer = self._installed.numbers[module]
@@ -346,6 +347,7 @@ class Passes:
             chunk=self._chunk,
             history=self._history,
             backend=self._attention[layer].backend,
+            sink=keywords.get(SINK),
         )
         if self._phase == "fill":
             self._write_pages(call, k, v)
@@ -355,7 +357,7 @@ class Passes:
             self._compare_with_pages(layer, k, v)
         replay = self._installed.replays[layer]
         call.kept = replay.take() or self._fill_outputs.get(self._chunk, layer)
-        out, lse = ChunkAttention.apply(q, k, v, call)
+        out, lse = ChunkAttention.apply(q, k, v, call, call.sink)
         replay.keep(out, lse)
         return out
 

@@ -11,7 +11,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -63,6 +65,29 @@ CONFIGS = {
             **kw,
         }
     ),
+    "gemma3": lambda **kw: Gemma3TextConfig(
+        **{
+            **SIZES,
+            "head_dim": 8,
+            "sliding_window": 4096,
+            "layer_types": ["sliding_attention", "full_attention"],
+            **kw,
+        }
+    ),
+    "gpt_oss": lambda **kw: GptOssConfig(
+        **{
+            **SIZES,
+            "head_dim": 8,
+            "sliding_window": 4096,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.1,
+            "experts_implementation": "eager",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            **kw,
+        }
+    ),
     "granite": lambda **kw: GraniteConfig(**{**SIZES, "logits_scaling": 4.0, **kw}),
     "gpt2": lambda **kw: GPT2Config(
         **{
@@ -85,7 +110,7 @@ def tiny_model(
 ) -> torch.nn.Module:
     """A random model with weights large enough for attention to matter."""
     torch.manual_seed(seed)
-    attention = "eager" if family == "gemma2" else "sdpa"
+    attention = "eager" if family in ("gemma2", "gemma3", "gpt_oss") else "sdpa"
     model = AutoModelForCausalLM.from_config(
         CONFIGS[family](**config), dtype=dtype, attn_implementation=attention
     )
@@ -94,7 +119,7 @@ def tiny_model(
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.15)
             elif "norm" not in name and "ln_" not in name:
-                parameter.normal_(0.0, 0.1)
+                parameter.normal_(0.0, 0.5 if "sinks" in name else 0.1)
     return model.train()
 
 

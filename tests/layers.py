@@ -36,18 +36,23 @@ def visible(queries, keys, mask, device="cpu"):
     return seen
 
 
-def formula(q, k, v, seen):
-    """out [B, H, N, D] and lse [B, H, N]; every query must see some key."""
+def formula(q, k, v, seen, sink=None):
+    """out [B, H, N, D] and lse [B, H, N]; every query must see some key.
+
+    A sink [H] is one more score of each query, whose weight is dropped.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.matmul(q, k.transpose(-1, -2)) * SCALE
     scores = scores.masked_fill(~seen, float("-inf"))
-    return torch.matmul(scores.softmax(-1), v), scores.logsumexp(-1)
+    if sink is not None:
+        scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.matmul(scores.softmax(-1)[..., : v.shape[2]], v), scores.logsumexp(-1)
 
 
-def truth(q, k, v, grad_out, seen):
-    """out, lse, dq, dk, dv of the formula, in the dtype of its inputs."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = formula(*leaves, seen)
+def truth(q, k, v, grad_out, seen, sink=None):
+    """out, lse, dq, dk, dv (and dsink) of the formula, in the dtype of its inputs."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sink) if x is not None]
+    out, lse = formula(*leaves[:3], seen, *leaves[3:])
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
 
@@ -67,8 +72,9 @@ def layer_tensors(rows, tokens, dtype=torch.float64, heads=(4, 2), dim=4, device
 
 
 def chunked_layer(
-    backend, q, k, v, grad_out, lengths, documents, sizes, window=None, grads=None, scatter=False
-):
+    backend, q, k, v, grad_out, lengths, documents, sizes, window=None, grads=None, scatter=False,
+    sink=None,
+):  # fmt: skip
     """One layer's attention by fill and sweep; the arguments and results are whole sequences.
 
     `scatter` takes the pool's slots in any order.
@@ -88,8 +94,11 @@ def chunked_layer(
     results = [torch.zeros_like(x) for x in (q.transpose(1, 2), q, k, v)]
 
     def call(chunk):
-        return LayerCall(0, SCALE, window, chunk, history, backend)
+        return LayerCall(0, SCALE, window, chunk, history, backend, sink=sink)
 
+    if sink is not None:
+        sink = sink.detach().requires_grad_()
+        sink.grad_dtype = torch.promote_types(sink.dtype, torch.float32)
     for chunk in plan.chunks[:-1]:
         at = slice(chunk.start, chunk.stop)
         for write in chunk.writes:
@@ -102,7 +111,7 @@ def chunked_layer(
     for chunk in reversed(plan.chunks):
         at = slice(chunk.start, chunk.stop)
         leaves = [x[:, :, at].detach().requires_grad_() for x in (q, k, v)]
-        out, lse = ChunkAttention.apply(*leaves, call(chunk))
+        out, lse = ChunkAttention.apply(*leaves, call(chunk), sink)
         assert not lse.requires_grad
         if chunk is plan.chunks[-1]:
             results[0][:, at] = out.detach()
@@ -113,20 +122,23 @@ def chunked_layer(
             result[:, :, at] = leaf.grad
         for write in chunk.writes:
             history.table.release(write.row, write.first)
-    return results
+    return results if sink is None else [*results, sink.grad]
 
 
-def whole_layer(q, k, v, grad_out, lengths, documents, window=None):
+def whole_layer(q, k, v, grad_out, lengths, documents, window=None, sink=None):
     """The same by the formula, document by document; padding gives and takes nothing."""
     results = [torch.zeros_like(x) for x in (q.transpose(1, 2), q, k, v)]
+    results += [] if sink is None else [torch.zeros_like(sink)]
     for row, (length, starts) in enumerate(zip(lengths, documents, strict=True)):
         for a, b in itertools.pairwise([*starts, max(length, starts[-1])]):
             if a == b:
                 continue
             part = [x[row : row + 1, :, a:b] for x in (q, k, v, grad_out.transpose(1, 2))]
             seen = visible(b - a, b - a, Mask(causal=True, window=window), q.device)
-            out, _, *grads = truth(*part, seen)
+            out, _, *grads = truth(*part, seen, sink)
             results[0][row, a:b] = out[0].transpose(0, 1)
-            for result, grad in zip(results[1:], grads, strict=True):
+            for result, grad in zip(results[1:4], grads[:3], strict=True):
                 result[row, :, a:b] = grad[0]
+            for result, grad in zip(results[4:], grads[3:], strict=True):
+                result += grad
     return results

@@ -37,6 +37,7 @@ CPU = torch.device("cpu")
 BACKENDS = {"reference": reference.ReferenceBackend, "library": library.CpuFlashBackend}
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
 NAMES = ("out", "lse", "dq", "dk", "dv")
+LAYER_NAMES = ("out", "dq", "dk", "dv")
 HEADS = [(4, 4), (4, 2), (6, 1)]
 
 
@@ -299,6 +300,42 @@ def test_fill_and_sweep_of_a_layer_equal_the_whole(backend, batch, sizes):
         ("out", "dq", "dk", "dv"), results, whole_layer(*inputs, lengths, documents), strict=True
     ):
         assert error(a, b) < 1e-13, name
+
+
+@pytest.mark.parametrize("sizes", [(8, 4, 1), (6, 3, 100), (64, 4, 1)], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_sinks_and_their_gradient(backend, batch, window, sizes):
+    """A strong sink, a weak one, and two that are none."""
+    if window and backend.name == "library":
+        pytest.skip("windows go to other backends")
+    lengths, documents = BATCHES[batch]
+    inputs = layer_tensors(len(lengths), max(lengths))
+    sink = torch.tensor([3.0, -0.5, -50.0, float("-inf")], dtype=torch.float64)
+    results = chunked_layer(backend, *inputs, lengths, documents, sizes, window, sink=sink)
+    expected = whole_layer(*inputs, lengths, documents, window, sink=sink)
+    for name, a, b in zip((*LAYER_NAMES, "dsink"), results, expected, strict=True):
+        assert error(a, b) < 1e-13, name
+    assert results[4][:2].abs().min() > 1e-3
+    without = whole_layer(*inputs, lengths, documents, window)
+    assert torch.equal(expected[0][:, :, 3], without[0][:, :, 3])
+    assert error(expected[0], without[0]) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sink_dtype", [None, torch.float32], ids=str)
+def test_sinks_in_low_precision_are_as_good_as_an_independent_run(backend, dtype, sink_dtype):
+    """Some families keep their sinks in fp32."""
+    low = layer_tensors(2, 120, dtype)
+    sink = torch.randn(4).to(dtype)
+    rows = ([120, 120], [[0], [0]])
+    expected = whole_layer(*(x.double() for x in low), *rows, sink=sink.double())
+    independent = whole_layer(*low, *rows, sink=sink)
+    results = chunked_layer(backend, *low, *rows, (16, 4, 2), sink=sink.to(sink_dtype or dtype))
+    for name, a, b, c in zip((*LAYER_NAMES, "dsink"), results, independent, expected, strict=True):
+        # A sink's gradient is one number per head, which an independent run may hit by chance.
+        slack = c.norm() * torch.finfo(dtype).eps / 2 if name == "dsink" else 0.0
+        assert (a.double() - c).norm() <= 2 * (b.double() - c).norm() + slack, name
 
 
 @settings(max_examples=15, deadline=None)

@@ -142,10 +142,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type[Exception], list[str]]] = 
         ValueError,
         ["model.layers.0.self_attn", "softcap", "not support"],
     ),
-    "attention sinks": (
-        lambda: build("GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1, **SIZES),
+    "sinks of another shape": (
+        lambda: _with_strange_sinks(used(tiny_model("gpt_oss", torch.float32))),
         ValueError,
-        ["model.layers.0.self_attn", "s_aux", "not support"],
+        ["model.layers.1.self_attn", "sinks", "[4, 1]", "one per query head, [4]"],
     ),
     "chunked attention": (
         lambda: build(
@@ -223,6 +223,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type[Exception], list[str]]] = 
 
 def _with_shared_layer(model: nn.Module) -> nn.Module:
     model.model.layers[1] = model.model.layers[0]
+    return model
+
+
+def _with_strange_sinks(model: nn.Module) -> nn.Module:
+    attention = model.model.layers[1].self_attn
+    attention.sinks = nn.Parameter(attention.sinks.detach()[:, None])
     return model
 
 

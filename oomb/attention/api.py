@@ -58,6 +58,7 @@ class LayerCall:
         history: pages of earlier chunks.
         backend: the attention implementation.
         kept: (out, lse) of the same call made before, to be used instead of computing them again.
+        sink: [H], a score per head that joins each query's softmax and brings no value, or None.
     """
 
     layer: int
@@ -67,6 +68,7 @@ class LayerCall:
     history: History
     backend: Backend
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
+    sink: torch.Tensor | None = None
 
     def own_page_gradients(
         self, k: torch.Tensor, v: torch.Tensor

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from oomb.attention.api import LayerCall
+from oomb.attention.sink import sink_gradient
 from oomb.profiling.stage import stage
 
 
@@ -28,7 +29,7 @@ def attend(
 
     Returns:
         out [B, N, H, D] in the dtype of q, and lse [B, H, N] in fp32 (fp64 for fp64). Rows beyond
-        their length have out 0 and lse -inf.
+        their length have out 0 and lse -inf, or their head's sink.
     """
     with stage("attention", call.layer):
         return call.backend.attend(call, q, k, v)
@@ -66,8 +67,18 @@ class ChunkAttention(torch.autograd.Function):
     """`attend` and `attend_backward` as one differentiable operator."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: LayerCall):
-        """Returns (out [B, N, H, D], lse [B, H, N]); lse is not differentiable."""
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: LayerCall,
+        sink: torch.Tensor | None = None,
+    ):
+        """Returns (out [B, N, H, D], lse [B, H, N]); lse is not differentiable.
+
+        `sink` is the call's own, given where autograd shall see it.
+        """
         out, lse = call.kept if call.kept is not None else attend(call, q, k, v)
         call.kept = None
         ctx.call = call
@@ -77,5 +88,9 @@ class ChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor, _grad_lse: torch.Tensor):
-        """Gradients of q, k and v."""
-        return *attend_backward(ctx.call, grad_out, *ctx.saved_tensors), None
+        """Gradients of q, k, v and the sink."""
+        call, saved, grad_sink = ctx.call, ctx.saved_tensors, None  # unpacked once: checkpoints
+        grads = attend_backward(call, grad_out, *saved)
+        if any(ctx.needs_input_grad[4:]):
+            grad_sink = sink_gradient(call.sink, grad_out, *saved[3:])
+        return *grads, None, grad_sink

@@ -13,6 +13,7 @@ import torch
 
 from oomb.attention.api import LayerCall, Mask
 from oomb.attention.merge import merge
+from oomb.attention.sink import first_lse, first_part
 from oomb.cache import Segment
 from oomb.chunking import Chunk, Read
 
@@ -47,15 +48,15 @@ class Segmentwise:
         wide = torch.promote_types(q.dtype, torch.float32)
         parts = []
         for span in _spans(call.chunk):
-            count, part = _count(call, span), None
+            q_here, count = q[span.rows, :, span.at], _count(call, span)
+            part = None if call.sink is None else first_part(call.sink, q_here)
             for number, (mask, source) in enumerate(_sources(call, span, k, v), 1):
-                here = (q[span.rows, :, span.at], source.k, source.v, call.scale, mask)
-                new = self.forward(*here)
+                new = self.forward(q_here, source.k, source.v, call.scale, mask)
                 dtype = q.dtype if number == count else wide
                 part = new if part is None else merge(part, new, dtype)
             if part is not None:
                 parts.append((span, *part))
-        return _assemble(parts, q, wide)
+        return _assemble(parts, q, call.sink)
 
     def attend_backward(
         self,
@@ -152,18 +153,18 @@ def _sources(
 def _assemble(
     parts: list[tuple[_Span, torch.Tensor, torch.Tensor]],
     q: torch.Tensor,
-    wide: torch.dtype,
+    sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, N, H, D] in the dtype of q and lse [B, H, N]; 0 and -inf where no part is."""
+    """out [B, N, H, D] in the dtype of q and lse [B, H, N]; where no part is, as they begin."""
     if len(parts) == 1 and parts[0][1].shape == q.shape:
         _, out, lse = parts[0]
-        return out.transpose(1, 2).to(q.dtype), lse.to(wide)
+        return out.transpose(1, 2).to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
     rows, heads, tokens, dim = q.shape
     whole = q.new_zeros(rows, tokens, heads, dim)
-    whole_lse = q.new_full((rows, heads, tokens), float("-inf"), dtype=wide)
+    whole_lse = first_lse(sink, q)
     for span, out, lse in parts:
         whole[span.rows, span.at] = out.transpose(1, 2).to(q.dtype)
-        whole_lse[span.rows, :, span.at] = lse.to(wide)
+        whole_lse[span.rows, :, span.at] = lse
     return whole, whole_lse
 
 

@@ -10,15 +10,18 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from oomb.cache.pool import LayerShape
-from oomb.hf import CausalLM, attend, without_traces
+from oomb.hf import SINK, CausalLM, attend, without_traces
 from oomb.probes.facts import AttentionLayer
 
 PLAIN_KEYWORDS = {
     "sliding_window", "position_ids", "position_embeddings", "is_causal", "use_cache", "cache",
     "past_key_values", "cache_position", "output_attentions", "output_hidden_states",
-    "output_router_logits", "return_dict",
+    "output_router_logits", "return_dict", SINK,
 }  # fmt: skip
-"""Keywords that leave attention as it is; sliding windows are read from the mask itself."""
+"""Keywords that leave attention as it is; sliding windows are read from the mask itself.
+
+A layer's sinks do change it, in the one way that the engine knows.
+"""
 
 
 WATCHED = "oomb_watched"
@@ -86,6 +89,7 @@ def watch_attention(model: CausalLM) -> tuple[list[AttentionLayer], type]:
         function = masks[id(mask)].function if mask is not None else None
         window = _window(name, function, keywords.get("sliding_window"), model)
         heads = query.shape[1]
+        _refuse_strange_sinks(name, keywords.get(SINK), heads)
         layers.append(
             AttentionLayer(module, name, shape, heads, float(scaling), window, float(dropout))
         )
@@ -119,6 +123,14 @@ def _refuse_keywords(name: str, keywords: dict[str, Any]) -> None:
         raise ValueError(
             f"attention module {name} asks for {', '.join(sorted(strange))}, which the engine "
             "does not support"
+        )
+
+
+def _refuse_strange_sinks(name: str, sinks: torch.Tensor | None, heads: int) -> None:
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(
+            f"attention module {name} has sinks ({SINK}) of shape {list(sinks.shape)}; the engine "
+            f"supports one per query head, [{heads}]"
         )
 
 

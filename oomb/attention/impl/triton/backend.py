@@ -23,6 +23,7 @@ from oomb.attention.impl.triton.configs import (
     tiles,
 )
 from oomb.attention.impl.triton.forward import attend_kernel
+from oomb.attention.sink import first_lse
 from oomb.chunking import Chunk, Read
 
 Accumulate = Literal["owner", "atomic"]
@@ -139,14 +140,17 @@ class TritonBackend:
         """See `oomb.attention.attend`."""
         rows, heads, tokens, dim = q.shape
         out = q.new_empty(rows, tokens, heads, dim)
-        lse = q.new_full((rows, heads, tokens), float("-inf"), dtype=torch.float32)
-        state = torch.empty_like(out, dtype=torch.float32) if call.chunk.reads else None
+        lse, state, sinks = first_lse(call.sink, q), None, call.sink is not None
+        if sinks:
+            state = torch.zeros_like(out, dtype=torch.float32)
+        elif call.chunk.reads:  # not read where lse is -inf
+            state = torch.empty_like(out, dtype=torch.float32)
         q, begun = _aligned(q), None
         for read, part in self._parts(call, gradients=False):
             at = slice(read.start, read.stop)
             row = slice(read.row, read.row + 1)
             here = state[row, at]
-            before = here if read is begun else None
+            before = here if sinks or read is begun else None
             forward(part, q[row, :, at], call.scale, here, lse[row, :, at], before)
             begun = read
         forward(self._own(call, k, v), q, call.scale, out, lse, state)
