@@ -14,6 +14,9 @@ ActivationPolicy = Literal["keep", "selective", "layer"]
 FusedKernels = Literal["auto", "off"]
 PageDtype = Literal["fp8"]
 Rounding = Literal["stochastic", "nearest"]
+Summary = Literal["mean", "minmax"]
+Granularity = Literal["query_page", "chunk"]
+SelectionHeads = Literal["shared", "kv_head"]
 
 ATTENTION_BACKENDS = ("auto", "library", "triton", "reference")
 ACCUMULATES = ("owner", "atomic")
@@ -21,6 +24,9 @@ ACTIVATION_POLICIES = ("keep", "selective", "layer")
 FUSED_KERNELS = ("auto", "off")
 PAGE_DTYPES = (None, "fp8")
 ROUNDINGS = ("stochastic", "nearest")
+SUMMARIES = ("mean", "minmax")
+GRANULARITIES = ("query_page", "chunk")
+SELECTION_HEADS = ("shared", "kv_head")
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -60,6 +66,51 @@ class OffloadConfig:
         if self.host_budget is not None:
             object.__setattr__(self, "host_budget", _int("host_budget", self.host_budget, least=1))
         _booleans(self, "fill_outputs", "pinned", "poison")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseConfig:
+    """Which pages of history a query page reads; its own chunk it reads whole.
+
+    Choosing is an approximation of attention, and has no gradient of its own: attention over the
+    chosen pages does, exactly. Where history has no more pages than the budget, attention is dense.
+    Layers that are local by design read their windows as before.
+
+    Attributes:
+        budget: pages read by each query page (K), kept ones included. Tokens of history that do not
+            fill a page, less than one page at its end, are read beside them.
+        summary: what stands for a page: `mean` is the mean of its keys, `minmax` an upper bound of
+            the score of every key in it, from the largest and smallest number in each dimension.
+        granularity: `query_page` chooses for every page of queries, `chunk` once for a whole chunk.
+        heads: `shared` chooses one set of pages for all heads, `kv_head` one for each key/value
+            head.
+        keep_first: pages at the beginning of a document that are always read.
+        keep_recent: pages just before the chunk that are always read.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value that cannot work; the message says what would.
+    """
+
+    budget: int = 64
+    summary: Summary = "mean"
+    granularity: Granularity = "query_page"
+    heads: SelectionHeads = "shared"
+    keep_first: int = 0
+    keep_recent: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", _int("budget", self.budget))
+        for name in ("keep_first", "keep_recent"):
+            object.__setattr__(self, name, _int(name, getattr(self, name), least=0))
+        _one_of("summary", self.summary, SUMMARIES)
+        _one_of("granularity", self.granularity, GRANULARITIES)
+        _one_of("heads", self.heads, SELECTION_HEADS)
+        if self.keep_first + self.keep_recent > self.budget:
+            raise ValueError(
+                f"keep_first + keep_recent must be at most budget={self.budget}, got "
+                f"{self.keep_first} + {self.keep_recent}; keep fewer pages or raise the budget"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
