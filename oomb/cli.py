@@ -34,6 +34,7 @@ PageDtype = Annotated[str, typer.Option(help="Of K and V in pages: model or fp8.
 PageGradRounding = Annotated[
     str, typer.Option(help="Of bf16 gradients in pages: stochastic or nearest.")
 ]
+Seconds = Annotated[float, typer.Option(help="Repeat each step for this long.")]
 
 
 def _version(wanted: bool) -> None:
@@ -250,7 +251,10 @@ def bench_step(
         bool,
         typer.Option(help="Estimate OOMB's time from sampled chunks; transformers is not run."),
     ] = False,
-    seconds: Annotated[float, typer.Option(help="Repeat each step for this long.")] = 10.0,
+    record: Annotated[
+        bool, typer.Option(help="Record one more of OOMB's steps, for --out.")
+    ] = False,
+    seconds: Seconds = 10.0,
     warmup: Annotated[bool, typer.Option(help="One unmeasured step before each length.")] = True,
     split: Annotated[
         int, typer.Option(help="Profile one more step at lengths up to this; 0 for none.")
@@ -279,14 +283,67 @@ def bench_step(
                 live_chunks=live_chunks, keep_fill_outputs=keep_fill_outputs,
                 offload=offload, gpu_budget=gpu_budget, ring_depth=ring_depth,
                 backend=backend, accumulate=accumulate,
-                liger=liger, sample=sample, seconds=seconds, warmup=warmup, split=split,
-                device=device, out=out,
+                liger=liger, sample=sample, record=record, seconds=seconds, warmup=warmup,
+                split=split, device=device, out=out,
             )
         )  # fmt: skip
         report = run(settings, peer, _command(), make_console())
         if out is not None:
             write_json(out, without_infinities(report))
     if disagree(report) or broken(report):
+        raise typer.Exit(1)
+
+
+@bench.command("offload")
+def bench_offload(
+    shape: Annotated[str, typer.Option(help="qwen2-7b or tiny.")] = "qwen2-7b",
+    layers: Annotated[int | None, typer.Option(help="Decoder layers, to cut the model.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Tokens of a step, between commas.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens computed at once.")] = None,
+    page: Annotated[int | None, typer.Option(help="Tokens of one K/V page.")] = None,
+    policy: Annotated[str, typer.Option(help="keep, selective or layer.")] = "selective",
+    grad_dtype: Annotated[
+        str, typer.Option(help="Of weight gradients: bf16, fp16, fp32 or fp64.")
+    ] = "bf16",
+    page_grad_dtype: Annotated[str, typer.Option(help="Of gradients in pages; the same.")] = "fp32",
+    page_grad_rounding: PageGradRounding = "stochastic",
+    page_dtype: PageDtype = "model",
+    keep_fill_outputs: KeepFillOutputs = False,
+    gpu_budget: Annotated[float, typer.Option(help="GiB of pages that stay on the GPU.")] = 0.0,
+    ring_depth: Annotated[int, typer.Option(help="GPU buffers of the ring.")] = 3,
+    backend: Annotated[str, typer.Option(help="auto, or an attention backend.")] = "auto",
+    liger: Annotated[bool, typer.Option(help="Liger's kernels.")] = True,
+    resident: Annotated[bool, typer.Option(help="Measure the resident step too.")] = True,
+    sample: Annotated[bool, typer.Option(help="Estimate from sampled chunks.")] = False,
+    seconds: Seconds = 10.0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
+) -> None:
+    """Time steps with their pages on the host beside the same with their pages on the GPU.
+
+    Exit code 1: loss or gradient norm differ by more than 0.5 %, or a side failed. Exit code 2: bad
+    input, nothing was done.
+    """
+    from oomb.bench.console import make_console
+    from oomb.bench.offload import failed, run
+    from oomb.bench.step.options import StepOptions, check
+    from oomb.demo.report import without_infinities
+
+    with _refusals():
+        settings = check(
+            StepOptions(
+                shape=shape, layers=layers, lengths=lengths, chunk=chunk, page=page, policy=policy,
+                grad_dtype=grad_dtype, page_dtype=page_dtype, page_grad_dtype=page_grad_dtype,
+                page_grad_rounding=page_grad_rounding, keep_fill_outputs=keep_fill_outputs,
+                offload=True, gpu_budget=gpu_budget, ring_depth=ring_depth, backend=backend,
+                liger=liger, sample=sample, record=True, seconds=seconds, split=0, device=device,
+                out=out,
+            )
+        )  # fmt: skip
+        report = run(settings, resident, _command(), make_console())
+        if out is not None:
+            write_json(out, without_infinities(report))
+    if failed(report):
         raise typer.Exit(1)
 
 

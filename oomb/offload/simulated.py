@@ -97,6 +97,7 @@ class OrdinaryMemory:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.pieces = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self.nbytes = sum(sizes)
 
     def free(self) -> None:
         """See `HostMemory`."""

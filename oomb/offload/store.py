@@ -66,7 +66,7 @@ class OffloadStore:
     @property
     def nbytes(self) -> int:
         """Host memory held now."""
-        return sum(_nbytes(memory) for memory in self._memory.values())
+        return sum(memory.nbytes for memory in self._memory.values())
 
     def close(self) -> None:
         """Give everything back; closing twice is allowed."""

@@ -77,9 +77,11 @@ class HostMemory(Protocol):
 
     Attributes:
         pieces: uint8 [bytes] each.
+        nbytes: taken from the host; more than the pieces where each has pages of its own.
     """
 
     pieces: list[torch.Tensor]
+    nbytes: int
 
     def free(self) -> None:
         """Give it back; no copy may be under way."""

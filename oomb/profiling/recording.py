@@ -59,6 +59,21 @@ class Recorder:
         """Take one event."""
         self.events.append(event)
 
+    def recording(self) -> Recording:
+        """What was recorded so far, as `load_recording` would read it back."""
+        header = {
+            "format": FORMAT_VERSION,
+            "source": "cuda" if torch.cuda.is_initialized() else "cpu",
+            "clock": "device" if torch.cuda.is_initialized() else "host",
+            "kinds": list(KINDS),
+            "phases": list(PHASES),
+            "torch": torch.__version__,
+            "columns": [*COLUMNS, *LATER_COLUMNS],
+            "events": len(self.events),
+            "notes": self.notes,
+        }
+        return Recording(header, self._columns())
+
     def save(self, path: str | os.PathLike) -> Path:
         """Write the recording. The file appears whole or not at all.
 
@@ -72,24 +87,13 @@ class Recorder:
             OSError: the folder does not exist or cannot be written.
             TypeError: `notes` holds what JSON cannot.
         """
-        path = Path(path)
-        header = {
-            "format": FORMAT_VERSION,
-            "source": "cuda" if torch.cuda.is_initialized() else "cpu",
-            "clock": "device" if torch.cuda.is_initialized() else "host",
-            "kinds": list(KINDS),
-            "phases": list(PHASES),
-            "torch": torch.__version__,
-            "columns": [*COLUMNS, *LATER_COLUMNS],
-            "events": len(self.events),
-            "notes": self.notes,
-        }
-        text = json.dumps(header, indent=1)
+        path, recording = Path(path), self.recording()
+        text = json.dumps(recording.header, indent=1)
         part = path.with_name(path.name + ".part")
         try:
             with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
                 archive.writestr("header.json", text)
-                for name, column in self._columns().items():
+                for name, column in recording.columns.items():
                     buffer = io.BytesIO()
                     np.save(buffer, column, allow_pickle=False)
                     archive.writestr(f"events/{name}.npy", buffer.getvalue())
@@ -139,10 +143,15 @@ class Recording:
 
         Stages nest: `layer` holds `projection` and `mlp`, and `projection` holds `attention`.
         """
-        chosen = self.columns["kind"] == self.header["kinds"].index(kind)
+        chosen = self._of(kind)
         if phase is not None:
             chosen &= self.columns["phase"] == self.header["phases"].index(phase)
         return float(self.columns["dur_ns"][chosen].sum()) / 1e9
+
+    def nbytes(self, kind: str) -> int:
+        """Bytes that one kind of copy moved."""
+        moved = self.columns["nbytes"][self._of(kind)]
+        return int(moved[moved != NONE].sum())
 
     @property
     def hidden_share(self) -> float | None:
@@ -152,6 +161,9 @@ class Recording:
         """
         copies = self.seconds("copy_in") + self.seconds("copy_out")
         return 1 - self.seconds("wait") / copies if copies else None
+
+    def _of(self, kind: str) -> np.ndarray:
+        return self.columns["kind"] == self.header["kinds"].index(kind)
 
 
 def load_recording(path: str | os.PathLike) -> Recording:

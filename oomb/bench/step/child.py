@@ -16,11 +16,11 @@ import torch
 from oomb.bench.inputs import DTYPES
 from oomb.bench.machine import machine_facts
 from oomb.bench.step.flops import useful
-from oomb.bench.step.measure import clear, measure_length, token_ids
+from oomb.bench.step.measure import clear, measure_length, record_step, token_ids
 from oomb.bench.step.options import StepSettings
 from oomb.bench.step.roofline import rates_of
 from oomb.bench.step.sample import sample_length
-from oomb.bench.step.sides import OURS, SIDES, Side
+from oomb.bench.step.sides import OURS, SIDES, OurSide, Side
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -62,7 +62,8 @@ def _measure(side: Side, tokens: int, settings: StepSettings) -> dict[str, Any]:
     try:
         if settings.sample:
             clear(side)
-            figures = sample_length(side, token_ids(side, tokens, device))
+            ids = token_ids(side, tokens, device)
+            figures = sample_length(side, ids, record=settings.record)
         else:
             figures = measure_length(
                 side,
@@ -72,6 +73,12 @@ def _measure(side: Side, tokens: int, settings: StepSettings) -> dict[str, Any]:
                 warmup=settings.warmup,
                 split=settings.device == "cuda" and tokens <= settings.split,
             )
+            if settings.record and isinstance(side, OurSide):
+                figures["recorded"] = record_step(side, token_ids(side, tokens, device))
+        if isinstance(side, OurSide):
+            plan = side.planned(tokens)
+            figures["planned_gib"] = plan.gpu_peak / 2**30
+            figures["planned_host_gib"] = plan.host_total / 2**30
     except torch.OutOfMemoryError:
         return {"failed": OUT_OF_MEMORY}
     return {

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from oomb.bench.step.sides import Side
+from oomb.bench.step.recorded import summary
+from oomb.bench.step.sides import OurSide, Side
 from oomb.bench.step.split import time_split
 from oomb.bench.timing import peak_gib, reset_peak, timed
 
@@ -55,6 +56,22 @@ def measure_length(
         clear(side)
         figures["split"] = time_split(lambda: side.run(ids))
     return figures
+
+
+def record_step(side: OurSide, ids: torch.Tensor) -> dict[str, Any]:
+    """Run one more step with a recorder.
+
+    Args:
+        side: holds the engine.
+        ids: [1, N] on the model's device.
+
+    Returns:
+        As `summary`.
+    """
+    clear(side)
+    with side.recorded() as recorder:
+        _, seconds = timed(lambda: side.run(ids), ids.device)
+    return summary(recorder.recording(), seconds)
 
 
 def _repeat(

@@ -55,6 +55,7 @@ class StepOptions:
     accumulate: str = "owner"
     liger: bool = True
     sample: bool = False
+    record: bool = False
     seconds: float = 10.0
     warmup: bool = True
     split: int = 32768
@@ -81,6 +82,7 @@ class StepSettings:
         accumulate: how the backend `triton` adds to page gradients.
         liger: whether both sides use Liger's kernels.
         sample: whether the engine's time is estimated from sampled chunks.
+        record: whether one more of the engine's steps is recorded.
         seconds: measured time that steps are repeated for.
         warmup: whether an unmeasured step goes before each length.
         split: longest step that is run once more under the profiler; 0 for none.
@@ -107,6 +109,7 @@ class StepSettings:
     accumulate: str
     liger: bool
     sample: bool
+    record: bool
     seconds: float
     warmup: bool
     split: int
@@ -201,6 +204,7 @@ def check(options: StepOptions) -> StepSettings:
         accumulate=options.accumulate,
         liger=options.liger,
         sample=options.sample,
+        record=options.record,
         seconds=options.seconds,
         warmup=options.warmup,
         split=options.split,

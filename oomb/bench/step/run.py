@@ -50,7 +50,7 @@ def run(settings: StepSettings, peer: bool, command: str, console: Console) -> d
     show_settings(settings, console)
     for name in (OURS, THEIRS) if peer and not settings.sample else (OURS,):
         console.print(f"{name} ...", markup=False)
-        sides[name] = _measure_side(name, settings)
+        sides[name] = measure_side(name, settings)
     machine = next((side["machine"] for side in sides.values() if side["machine"]), {})
     rates = next((side["rates"] for side in sides.values() if side["rates"]), None)
     report = {
@@ -78,8 +78,19 @@ def broken(report: dict[str, Any]) -> bool:
     return any("exit code" in row[OURS].get("failed", "") for row in report["rows"])
 
 
-def _measure_side(name: str, settings: StepSettings) -> dict[str, Any]:
-    """What a side's processes wrote; one that dies is followed by one for the lengths left."""
+def measure_side(name: str, settings: StepSettings) -> dict[str, Any]:
+    """Run a side in processes of its own; one that dies is followed by one for the lengths left.
+
+    Args:
+        name: of the side.
+        settings: what to measure.
+
+    Returns:
+        What the processes wrote: `machine`, `rates`, `facts`, and `rows` by tokens.
+
+    Raises:
+        InputError: the engine refuses the settings on this device.
+    """
     side: dict[str, Any] = {"machine": None, "rates": None, "facts": {}, "rows": {}}
     rows = side["rows"]
     while left := [tokens for tokens in settings.lengths if tokens not in rows]:

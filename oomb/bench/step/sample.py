@@ -6,12 +6,14 @@ length of their history alone, and what they cost is linear in it: in between is
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
+from oomb.bench.step.recorded import summary
 from oomb.bench.step.sides import OurSide
 from oomb.bench.timing import peak_gib, reset_peak, timed
 from oomb.chunking import Chunk
@@ -23,23 +25,29 @@ REPEATS = 3
 ESTIMATED = "estimated from sampled chunks"
 
 
-def sample_length(side: OurSide, ids: torch.Tensor) -> dict[str, Any]:
+def sample_length(side: OurSide, ids: torch.Tensor, *, record: bool = False) -> dict[str, Any]:
     """Time fill and sweep of the first, a middle and the last chunk.
 
     Args:
         side: holds the engine.
         ids: [1, N] on the model's device; N is a multiple of the chunk size.
+        record: whether the timed chunks are recorded, which is part of their time.
 
     Returns:
         JSON-ready figures; `estimated` says that they are. The peak is that of the sampled chunks
         with every page held, but without what `keep_fill_outputs` would keep of the others.
+        `recorded` is the summary of these chunks, every repeat of them.
     """
     # The parts of Engine.step that a whole step would go through.
     engine = side.engine
     batch, plan, attention = engine._prepare(ids, None, None, None, None, None)
     ledger = GradientLedger(engine._trained, engine.config.grad_dtype, restore=False)
     reset_peak(ids.device)
-    with engine._work(ledger), engine._passes(batch, plan, attention, step=0) as passes:
+    with (
+        side.recorded() if record else nullcontext() as recorder,
+        engine._work(ledger),
+        engine._passes(batch, plan, attention, step=0) as passes,
+    ):
         _write_random_pages(passes, plan.chunks)
         filled = plan.chunks[:-1]
         fills = {c.index: _time(passes, passes.fill, c, ids.device) for c in _spread(filled)}
@@ -47,8 +55,11 @@ def sample_length(side: OurSide, ids: torch.Tensor) -> dict[str, Any]:
         sampled = reversed(_spread(plan.chunks))
         sweeps = {c.index: _time(passes, passes.sweep, c, ids.device) for c in sampled}
     seconds = total(fills, len(filled)) + total(sweeps, len(plan.chunks))
+    sampled_seconds = (REPEATS + 1) * (sum(fills.values()) + sum(sweeps.values()))
+    recorded = None if recorder is None else summary(recorder.recording(), sampled_seconds)
     return {
         "estimated": ESTIMATED,
+        **({} if recorded is None else {"recorded": recorded}),
         "tokens_per_s": ids.shape[1] / seconds,
         "step_seconds": [seconds],
         "fill_seconds": fills,

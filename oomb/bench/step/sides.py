@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,8 @@ from oomb.bench.inputs import DTYPES
 from oomb.bench.models import SHAPES, make_model
 from oomb.bench.step.flops import StepFlops, checkpointed, chunked
 from oomb.bench.step.options import StepSettings
+from oomb.planner import ModelSizes, Plan, plan_step
+from oomb.profiling import Recorder
 
 OURS, THEIRS = "oomb", "transformers"
 
@@ -70,6 +74,21 @@ class OurSide:
     def host_bytes(self) -> int:
         """See `Side`."""
         return self.engine.host_memory
+
+    def planned(self, tokens: int) -> Plan:
+        """Where a step's bytes go, as `oomb plan` says it."""
+        sizes = ModelSizes.of_model(self.model)
+        return plan_step(sizes, self._settings.engine_config(), tokens)
+
+    @contextmanager
+    def recorded(self) -> Iterator[Recorder]:
+        """The engine's events inside go to this recorder."""
+        recorder, before = Recorder(), self.engine.config
+        self.engine.config = replace(before, recorder=recorder)
+        try:
+            yield recorder
+        finally:
+            self.engine.config = before
 
     def computed(self, tokens: int) -> StepFlops:
         """See `Side`."""
