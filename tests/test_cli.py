@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 import oomb
-from oomb.cli import app, write_json
+from oomb.cli import app
+from oomb.cli.common import write_json
 
 
 def test_version():

@@ -1,0 +1,5 @@
+"""`python -m oomb.cli` is `oomb`."""
+
+from oomb.cli import app
+
+app()
