@@ -24,6 +24,7 @@ class LayerReplay:
         self._keeps_attention = policy == "selective"
         self._again = False
         self._kept: list[Kept] = []
+        self._trigger: Any = None
 
     def keep(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Remember an attention call's result, for the time the layer runs again."""
@@ -34,10 +35,27 @@ class LayerReplay:
         """The result kept for this call, if the layer runs again and keeps any."""
         return self._kept.pop(0) if self._again and self._kept else None
 
+    def run_again(self) -> None:
+        """Have the layer run a second time now, not in the midst of its backward.
+
+        Autograd would do so when it first needs what a part of the layer has not kept, which would
+        count as that part's time.
+        """
+        trigger, self._trigger = self._trigger, None
+        if trigger is not None:
+            _ = trigger.saved_tensors
+
     def clear(self) -> None:
         """Drop what is kept, after a step that did not finish."""
+        self._trigger = None
         self._kept.clear()
         self._again = False
+
+    def set_trigger(self) -> None:
+        """Save something at the layer's beginning; asking for it back runs the layer again."""
+        trigger = _Trigger.apply(torch.zeros(0, device="cpu", requires_grad=True)).grad_fn
+        if not self._again:
+            self._trigger = trigger
 
     @contextmanager
     def running_again(self) -> Iterator[None]:
@@ -49,14 +67,33 @@ class LayerReplay:
             self._again = False
 
 
+class _Trigger(torch.autograd.Function):
+    """Saves what it is given, beside the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor whose `grad_fn` holds x."""
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _grad: torch.Tensor) -> None:
+        """Never runs: nothing is computed from the result."""
+        return None
+
+
 def checkpointed(forward: Callable[..., Any], replay: LayerReplay) -> Callable[..., Any]:
     """A decoder layer's forward that keeps its inputs only; a no-op where gradients are off."""
+
+    def triggered(*args: Any, **kwargs: Any) -> Any:
+        replay.set_trigger()
+        return forward(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(
-            forward,
+            triggered,
             *args,
             use_reentrant=False,
             context_fn=lambda: (nullcontext(), replay.running_again()),

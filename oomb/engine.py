@@ -258,19 +258,17 @@ class Engine:
             number, self._steps = self._steps, self._steps + 1
             with self._passes(batch, plan, attention, number) as passes:
                 watch.mark("fill")
-                phase = passes.phase("fill")
-                for chunk in plan.chunks[:-1]:
-                    passes.fill(chunk)
-                    yield passes.state("fill", chunk)
-                phase.end()
+                with passes.phase("fill"):
+                    for chunk in plan.chunks[:-1]:
+                        passes.fill(chunk)
+                        yield passes.state("fill", chunk)
                 passes.turn()
                 watch.mark("sweep")
-                phase = passes.phase("sweep")
-                for chunk in reversed(plan.chunks):
-                    with ledger.hooks_held_back():
-                        passes.sweep(chunk)
-                    yield passes.state("sweep", chunk)
-                phase.end()
+                with passes.phase("sweep"):
+                    for chunk in reversed(plan.chunks):
+                        with ledger.hooks_held_back():
+                            passes.sweep(chunk)
+                        yield passes.state("sweep", chunk)
                 passes.finish()
                 watch.mark("end")
         return StepResult(passes.loss(), batch.num_label_tokens, watch.peak_memory(), watch.timings)

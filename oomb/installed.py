@@ -18,6 +18,7 @@ from oomb.fused import Replacement
 from oomb.hf import AttentionHandler, CausalLM, Switch, layer_of
 from oomb.linear import accumulating, is_plain
 from oomb.probes import ModelFacts
+from oomb.profiling.backward import show_backward
 from oomb.profiling.stage import stage
 
 
@@ -89,7 +90,8 @@ class InstalledModel:
                     forward = checkpointed(forward, replay)
                 if ending is not None and number == len(self.numbers) - 1:
                     forward = ending.watched(forward)
-                switch.set(decoder, "forward", _staged(forward, "layer", number))
+                again = replay.run_again if self._checkpoints else None
+                switch.set(decoder, "forward", _staged(forward, "layer", number, again))
                 switch.undo(replay.clear)
             yield
 
@@ -104,9 +106,18 @@ def _mlp(decoder: nn.Module, attention: nn.Module) -> nn.Module | None:
     return max(others, key=lambda c: sum(p.numel() for p in c.parameters()), default=None)
 
 
-def _staged(forward: Callable[..., Any], kind: str, number: int) -> Callable[..., Any]:
+def _staged(
+    forward: Callable[..., Any],
+    kind: str,
+    number: int,
+    first: Callable[[], object] | None = None,
+) -> Callable[..., Any]:
+    """A forward that shows itself, and its backward, which begins with `first`."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with stage(kind, number):
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        show_backward(kind, number, (*args, *kwargs.values()), result, first)
+        return result
 
     return run

@@ -11,7 +11,7 @@ one chunk (or of `live_chunks`) are alive at any time, and nothing is approximat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -40,8 +40,7 @@ from oomb.offload import HostOutputs, OffloadStore, make_history
 from oomb.probes import is_watched, router_settings
 from oomb.profiling.clock import clock_of
 from oomb.profiling.place import Place, at_place
-from oomb.profiling.span import Span
-from oomb.profiling.stage import stage
+from oomb.profiling.stage import halting_stage, stage
 from oomb.profiling.timeline import Timeline
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, Phase
@@ -260,14 +259,9 @@ class Passes:
             bytes_alive=MappingProxyType(alive),
         )
 
-    def phase(self, name: Phase) -> Span:
-        """A whole pass, begun.
-
-        No stage stays open around it: a caller may halt between chunks for as long as it likes.
-        """
-        span = Span(Place(name, None, self._timeline), "phase")
-        span.begin()
-        return span
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
+        """A whole pass; the caller may halt between its chunks."""
+        return halting_stage("phase", Place(name, None, self._timeline))
 
     @property
     def _scale(self) -> float:

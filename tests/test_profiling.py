@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import threading
+import timeit
 from collections import Counter
 
 import pytest
@@ -13,6 +14,7 @@ import oomb
 from oomb.profiling import Event, Recorder, stage
 from oomb.profiling.event import KINDS
 from oomb.profiling.place import Place, at_place
+from oomb.profiling.stage import Stage
 from oomb.profiling.timeline import Timeline
 
 IDS = torch.arange(3, 23)[None]
@@ -120,10 +122,11 @@ def test_stages_inside_backward_know_their_place_on_any_thread():
 
 # How often a stage of one layer and chunk of the sweep runs: forward, and inside backward.
 RUNS = {
-    "keep": {"attention": (1, 1), "projection": (1, 0), "mlp": (1, 0), "layer": (1, 0)},
-    "selective": {"attention": (1, 1), "projection": (1, 1), "mlp": (1, 1), "layer": (1, 0)},
-    "layer": {"attention": (1, 2), "projection": (1, 1), "mlp": (1, 1), "layer": (1, 0)},
+    "keep": {"attention": (1, 1), "projection": (1, 1), "mlp": (1, 1), "layer": (1, 1)},
+    "selective": {"attention": (1, 1), "projection": (1, 2), "mlp": (1, 2), "layer": (1, 1)},
+    "layer": {"attention": (1, 2), "projection": (1, 2), "mlp": (1, 2), "layer": (1, 1)},
 }
+CONTAINERS = {"layer": "chunk", "projection": "layer", "mlp": "layer", "attention": "projection"}
 
 
 @pytest.mark.parametrize("policy", RUNS)
@@ -149,9 +152,125 @@ def test_an_engine_step_shows_every_part(policy):
                 expected[kind, "sweep", chunk, layer, True] += backward
     assert counts == +expected
     assert {event.step for event in events} == {0}
-    for outer in (e for e in events if e.kind in ("phase", "chunk")):
-        inside = [e for e in events if outer.t_ns <= e.t_ns < outer.t_ns + outer.dur_ns]
-        assert all(e.t_ns + e.dur_ns <= outer.t_ns + outer.dur_ns for e in inside)
+    for event, around in nested(events):
+        assert around.kind == {**CONTAINERS, "loss": "chunk", "chunk": "phase"}[event.kind]
+        assert around.layer in (None, event.layer)
+        assert around.chunk in (None, event.chunk)
+
+
+def nested(events):
+    """Pairs of a span of the compute track and the innermost that holds it; none cross."""
+    ends, pairs = [], []
+    track = [e for e in events if e.kind not in ("copy_in", "copy_out")]
+    for event in sorted(track, key=lambda e: (e.t_ns, -e.dur_ns)):
+        while ends and ends[-1].t_ns + ends[-1].dur_ns <= event.t_ns:
+            ends.pop()
+        if ends:
+            around = ends[-1]
+            assert event.t_ns + event.dur_ns <= around.t_ns + around.dur_ns, (event, around)
+            pairs.append((event, around))
+        ends.append(event)
+    return pairs
+
+
+@pytest.mark.parametrize("policy", RUNS)
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen3_moe", "gpt_oss"])
+def test_spans_of_one_track_nest_in_every_family(family, policy):
+    recorder = Recorder()
+    config = oomb.EngineConfig(recorder=recorder, activation_policy=policy, **SIZES)
+    with oomb.Engine(tiny_model(family, torch.float32), config) as engine:
+        engine.step(IDS)
+    pairs = nested(recorder.events)
+    counts = Counter((e.kind, e.backward) for e, _ in pairs if e.phase == "sweep")
+    assert counts["chunk", False] == -(-IDS.shape[1] // SIZES["chunk_size"])
+    for kind, (forward, backward) in RUNS[policy].items():
+        assert counts[kind, False] == 3 * 2 * forward, kind
+        assert counts[kind, True] == 3 * 2 * backward, kind
+    for event, around in pairs:
+        if event.kind in CONTAINERS:
+            assert (around.kind, around.chunk) == (CONTAINERS[event.kind], event.chunk)
+
+
+@pytest.mark.parametrize("policy", RUNS)
+def test_a_layer_runs_again_before_the_backward_of_its_parts(policy):
+    """So that what is computed twice counts as the layer's time, and each part as its own."""
+    events = engine_events(activation_policy=policy).events
+    inside = [
+        event.kind
+        for event, around in nested(events)
+        if around.kind == "layer" and around.backward and (event.chunk, event.layer) == (1, 0)
+    ]
+    again = [] if policy == "keep" else ["projection", "mlp"]
+    assert inside == [*again, "mlp", "projection"]
+
+
+def test_stages_of_a_part_whose_input_needs_no_gradient_end_with_the_backward():
+    recorder = Recorder()
+    model = tiny_model("qwen2", torch.float32).requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.requires_grad_(True)
+    with oomb.Engine(model, oomb.EngineConfig(recorder=recorder, **SIZES)) as engine:
+        engine.step(IDS)
+    counts = Counter(
+        (e.kind, e.layer) for e, _ in nested(recorder.events) if e.backward and e.chunk == 2
+    )
+    assert counts == {
+        **{("layer", layer): 1 for layer in range(2)},
+        **{("attention", layer): 1 for layer in range(2)},
+        **{("projection", layer): 2 for layer in range(2)},
+        **{("mlp", layer): 2 for layer in range(2)},
+    }
+
+
+class Fails(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("planted")
+
+
+def test_a_backward_that_raises_leaves_no_stage_to_the_next_step():
+    recorder = Recorder()
+    model = tiny_model("qwen2", torch.float32)
+    mlp, own = model.model.layers[0].mlp.act_fn, model.model.layers[0].mlp.act_fn.forward
+    with oomb.Engine(model, oomb.EngineConfig(recorder=recorder, **SIZES)) as engine:
+        mlp.forward = lambda x: Fails.apply(own(x))
+        with pytest.raises(ArithmeticError, match="planted"):
+            engine.step(IDS)
+        before = Counter((e.kind, e.backward) for e in recorder.events)
+        assert before["mlp", True] > before["layer", True]  # some were cut off
+        del mlp.forward
+        engine.step(IDS)
+    second = [e for e in recorder.events if e.step == 1]
+    alone = engine_events().events
+    assert Counter((e.kind, e.phase, e.chunk, e.layer, e.backward) for e in second) == Counter(
+        (e.kind, e.phase, e.chunk, e.layer, e.backward) for e in alone
+    )
+    nested(second)
+
+
+def test_a_step_opens_as_many_stages_where_nobody_listens_and_they_cost_little(monkeypatch):
+    """The cost is printed (`pytest -s`), not judged: a busy machine would fail any limit."""
+    listened = [e for e in engine_events().events if e.kind != "phase"]
+    entered, enter = [], Stage.__enter__
+    with oomb.Engine(tiny_model("qwen2", torch.float32), oomb.EngineConfig(**SIZES)) as engine:
+        monkeypatch.setattr(Stage, "__enter__", lambda self: entered.append(self) or enter(self))
+        seconds = engine.step(IDS).timings["total"]
+        monkeypatch.undo()
+    assert len(entered) == len(listened) > 50
+
+    def idle():
+        with stage("mlp", 3):
+            pass
+
+    each = min(timeit.repeat(idle, number=2000, repeat=5)) / 2000
+    share = len(entered) * each / seconds
+    print(f"\n{each * 1e6:.1f} us x {len(entered)} stages: {share:.2%} of the tiniest model's step")
 
 
 def test_spans_show_in_torch_profiler():
@@ -173,7 +292,7 @@ class FakeDomain:
     """What the stage needs of an NVTX domain."""
 
     def __init__(self):
-        self.open, self.opened = [], []
+        self.open, self.opened, self.started = [], [], set()
 
     def get_event_attributes(self, message):
         return message
@@ -184,6 +303,14 @@ class FakeDomain:
 
     def pop_range(self):
         self.open.pop()
+
+    def start_range(self, attributes):
+        self.started.add(attributes)
+        self.opened.append(attributes)
+        return attributes
+
+    def end_range(self, started):
+        self.started.remove(started)
 
 
 def fresh_stage_module(monkeypatch, nvtx):
@@ -219,6 +346,10 @@ def test_nvtx_ranges_open_and_close_in_the_domain_oomb(monkeypatch):
     assert asked == ["oomb"]
     assert domain.open == []
     assert domain.opened == ["chunk", "loss"]
+    with pytest.raises(KeyError), module.halting_stage("phase", Place()):
+        assert (domain.open, domain.started) == ([], {"phase"})
+        raise KeyError
+    assert domain.started == set()
 
 
 def test_steps_are_numbered_also_those_given_up():

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 NO_BACKWARD = -1  # id of the running backward pass, where there is none
 
 
+def backward_pass() -> int | None:
+    """A number for the backward pass that this thread is part of; None outside of one."""
+    now = torch._C._current_graph_task_id()
+    return None if now == NO_BACKWARD else now
+
+
 class Span:
     """A part of a step.
 
@@ -47,7 +53,7 @@ class Span:
     ) -> None:
         self.place, self.kind, self.layer = place, kind, layer
         self.nbytes, self.waits_on = nbytes, waits_on
-        self.backward = torch._C._current_graph_task_id() != NO_BACKWARD
+        self.backward = backward_pass() is not None
         self.number = place.timeline.number() if place.timeline is not None else None
         self.enqueue_ns: int | None = None
         self.begun: Mark | None = None

@@ -6,19 +6,21 @@ torch.profiler) and, while an engine records, a `Span` that becomes an event of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
 
 from oomb.profiling.event import KINDS
-from oomb.profiling.place import here
+from oomb.profiling.place import Place, here
 from oomb.profiling.span import Span
 
 try:  # the package is optional: without it Nsight shows kernels but no stages
     import nvtx
 
     _NVTX = nvtx.get_domain("oomb")
+    _NAMES = {kind: _NVTX.get_event_attributes(kind) for kind in KINDS}
 except ImportError:
     _NVTX = None
 
@@ -32,12 +34,14 @@ class Stage:
 
     def __init__(self, span: Span) -> None:
         self.span = span
-        self._profiled = torch.profiler.record_function(f"oomb::{span.kind}")
+        self._profiled: torch.profiler.record_function | None = None
 
     def __enter__(self) -> Span:
         if _NVTX is not None:
-            _NVTX.push_range(_NVTX.get_event_attributes(self.span.kind))
-        self._profiled.__enter__()
+            _NVTX.push_range(_NAMES[self.span.kind])
+        if torch.autograd._profiler_enabled():  # asking is far cheaper than a span nobody sees
+            self._profiled = torch.profiler.record_function(f"oomb::{self.span.kind}")
+            self._profiled.__enter__()
         self.span.begin()
         return self.span
 
@@ -48,7 +52,12 @@ class Stage:
         traceback: TracebackType | None,
     ) -> None:
         self.span.end()
-        self._profiled.__exit__(kind, error, traceback)
+        self.leave()
+
+    def leave(self) -> None:
+        """End it for the profilers alone: the recorder gets no event of a stage that broke off."""
+        if self._profiled is not None:
+            self._profiled.__exit__(None, None, None)
         if _NVTX is not None:
             _NVTX.pop_range()
 
@@ -79,3 +88,28 @@ def stage(
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     return Stage(Span(here(), kind, layer, nbytes=nbytes, waits_on=waits_on))
+
+
+@contextmanager
+def halting_stage(kind: str, place: Place) -> Iterator[None]:
+    """Mark a part in which the caller may halt, for as long as it likes, and go on elsewhere.
+
+    What a thread has open must close in order and on that thread, so Nsight gets a range of the
+    whole process, and torch.profiler nothing. A part that is given up sends no event.
+
+    Args:
+        kind: one of `KINDS`.
+        place: where it belongs.
+
+    Yields:
+        Nothing.
+    """
+    span = Span(place, kind)
+    opened = None if _NVTX is None else _NVTX.start_range(_NAMES[kind])
+    span.begin()
+    try:
+        yield
+    finally:
+        if _NVTX is not None:
+            _NVTX.end_range(opened)
+    span.end()
