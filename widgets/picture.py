@@ -12,7 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-_ENCODING = json.loads(resources.files(__package__).joinpath("encoding.json").read_text())
+# One file for these pictures and for the timeline in the browser.
+_ENCODING = json.loads(resources.files("oomb").joinpath("profiling/web/encoding.json").read_text())
 COLOURS: dict[str, str] = _ENCODING["colours"]
 LABELS: dict[str, str] = _ENCODING["labels"]
 
