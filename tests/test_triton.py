@@ -41,8 +41,10 @@ def check(
     for name, ours, theirs, truth in zip(names, results, independent, exact, strict=True):
         size = truth.norm().clamp(min=1.0)  # with a window of 1, dq is 0
         error, allowed = ((x.double() - truth).norm() / size for x in (ours, theirs))
-        # A sink's gradient is one number per head, which an independent run may hit by chance.
-        slack = SLACK + (torch.finfo(dtype).eps / 2 if name == "dsink" else 0.0)
+        slack = SLACK
+        if name == "dsink":  # one sum per head: an independent run's roundings may cancel by chance
+            terms = (exact[0] * inputs[3].double()).abs().sum(-1)
+            slack += torch.finfo(dtype).eps / 2 * terms.norm() / size
         assert error <= 2 * allowed + slack, (name, float(error), float(allowed))
     return results
 
