@@ -29,6 +29,7 @@ from oomb.probes import (
     refuse_other_channels,
 )
 from oomb.profiling.live_bytes import category
+from oomb.profiling.optimizer import OptimizerStages
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, StepResult
 from oomb.stopwatch import Stopwatch
@@ -73,6 +74,7 @@ class Engine:
         self._backend = self._choose_backend()
         self._closed = False
         self._steps = 0
+        self._watched = OptimizerStages()
         offload = self.config.offload
         self._store = OffloadStore(offload, self._model.device) if offload is not None else None
         self._generators: weakref.WeakSet[Generator] = weakref.WeakSet()
@@ -127,6 +129,22 @@ class Engine:
         reserve_for_step(layers, self._store, self.config, plan, rows=rows, gradients=True)
         return self._store.nbytes
 
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Show each `optimizer.step()` as a stage of the engine's step before it.
+
+        Args:
+            optimizer: that of the model's parameters.
+
+        Raises:
+            TypeError: it is no torch optimizer.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}; pass "
+                "the one whose step() is called"
+            )
+        self._watched.watch(optimizer)
+
     def close(self) -> None:
         """Give the model back as it was. Gradients stay the user's. Closing twice is allowed.
 
@@ -141,6 +159,7 @@ class Engine:
                 give_back_grad_dtype(parameter)
             if self._store is not None:
                 self._store.close()
+            self._watched.close()
             self._closed = True
 
     def __enter__(self) -> Engine:
@@ -257,6 +276,7 @@ class Engine:
             watch = Stopwatch(self._model.device)
             number, self._steps = self._steps, self._steps + 1
             with self._passes(batch, plan, attention, number) as passes:
+                self._watched.timeline = passes.timeline
                 watch.mark("fill")
                 with passes.phase("fill"):
                     for chunk in plan.chunks[:-1]:

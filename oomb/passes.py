@@ -65,6 +65,9 @@ class Passes:
         attention: how each layer attends to this batch.
         step: number of the step, for events; None outside of one.
         store: host memory for pages, or None.
+
+    Attributes:
+        timeline: takes the step's stages; None where there is no recorder.
     """
 
     def __init__(
@@ -84,10 +87,10 @@ class Passes:
         self._attention = attention
         self._device = installed.model.device
         self._columns = Columns(batch, self._device)
-        self._timeline: Timeline | None = None
+        self.timeline: Timeline | None = None
         if config.recorder is not None:
             clock = clock_of(self._device)
-            self._timeline = Timeline(config.recorder.on_event, clock, step)
+            self.timeline = Timeline(config.recorder.on_event, clock, step)
         self._history = make_history(
             self._facts.layers,
             store,
@@ -232,8 +235,8 @@ class Passes:
         self._live.clear()
         self._fill_outputs.close()
         self._history.close()
-        if self._timeline is not None:
-            self._timeline.close()
+        if self.timeline is not None:
+            self.timeline.close()
 
     # -- what both share --------------------------------------------------------------------------
 
@@ -261,7 +264,7 @@ class Passes:
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
         """A whole pass; the caller may halt between its chunks."""
-        return halting_stage("phase", Place(name, None, self._timeline))
+        return halting_stage("phase", Place(name, None, self.timeline))
 
     @property
     def _scale(self) -> float:
@@ -281,16 +284,16 @@ class Passes:
     ) -> Iterator[None]:
         """The engine is inside the model, at this chunk, until the chunk's backward has ended."""
         self._phase, self._chunk = phase, chunk
-        if self._timeline is not None:
-            self._timeline.clock.anchor()
+        if self.timeline is not None:
+            self.timeline.clock.anchor()
         with (
-            at_place(Place(name or phase, chunk.index, self._timeline)),
+            at_place(Place(name or phase, chunk.index, self.timeline)),
             stage("chunk"),
             self._installed.switched_in(self._attend, ending),
         ):
             yield
-        if self._timeline is not None:
-            self._timeline.publish()
+        if self.timeline is not None:
+            self.timeline.publish()
 
     def _expect(self, chunk: Chunk, *, forward: bool, backward: bool = False) -> None:
         """Tell the history in which order a chunk's attention will ask for it."""

@@ -385,3 +385,37 @@ def test_halted_steps_of_two_engines_stay_apart():
     alone = Counter((e.kind, e.phase, e.chunk, e.layer) for e in engine_events().events)
     for recorder in recorders:
         assert Counter((e.kind, e.phase, e.chunk, e.layer) for e in recorder.events) == alone
+
+
+def test_an_optimizers_steps_belong_to_the_step_before():
+    def closure():
+        raise ArithmeticError("planted")
+
+    recorder = Recorder()
+    model = tiny_model("qwen2", torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = oomb.EngineConfig(recorder=recorder, **SIZES)
+    with oomb.Engine(model, config) as engine:
+        engine.watch(optimizer)
+        engine.watch(optimizer)
+        optimizer.step()  # before any step nobody listens
+        for _ in range(2):
+            engine.step(IDS)
+            optimizer.step()
+        with pytest.raises(ArithmeticError, match="planted"):
+            optimizer.step(closure)
+        optimizer.step()
+    optimizer.step()  # nor after the engine
+    shown = [e for e in recorder.events if e.kind == "optimizer"]
+    assert [(e.step, e.phase, e.chunk) for e in shown] == [(step, None, None) for step in (0, 1, 1)]
+    assert all(e.dur_ns > 0 for e in shown)
+    of_step = [e.number for e in recorder.events if e.step == 1]
+    assert len(set(of_step)) == len(of_step)
+
+
+def test_only_torchs_optimizers_are_watched():
+    with (
+        oomb.Engine(tiny_model("qwen2", torch.float32), oomb.EngineConfig(**SIZES)) as engine,
+        pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got Module"),
+    ):
+        engine.watch(torch.nn.Module())
