@@ -51,8 +51,8 @@ def test_odd_lengths_and_pages(tokens, page):
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_without_a_copy_engine(dim, documents, monkeypatch):
     """As on Ampere and Ada: every tile is loaded row by row."""
-    monkeypatch.setattr("oomb.attention.impl.triton.backend.has_copy_engine", lambda _: False)
-    monkeypatch.setattr("oomb.attention.impl.triton.backend._capability", lambda _: (8, 0))
+    monkeypatch.setattr("oomb.attention.impl.triton.part.has_copy_engine", lambda _: False)
+    monkeypatch.setattr("oomb.attention.impl.triton.part.capability_of", lambda _: (8, 0))
     monkeypatch.setattr("oomb.attention.impl.triton.configs._remembered", {})
     inputs = layer_tensors(2, 1000, torch.bfloat16, (14, 2), dim, "cuda")
     row = ([1000, 900], [documents, [0]])
@@ -94,7 +94,8 @@ def test_under_another_stream():
 @pytest.mark.parametrize("page", [16, 128])
 def test_pages_behind_2_to_the_31_numbers(page):
     """Page gradients in fp32 and K/V in bf16, both with more numbers than an int32 counts."""
-    from oomb.attention.impl.triton.backend import Part, backward, forward, row_dots
+    from oomb.attention.impl.triton.backend import backward, forward, row_dots
+    from oomb.attention.impl.triton.part import Part
 
     heads, dim, keys, queries = 4, 128, 256, 128
     far = 2**31 // (heads * dim) + 1000
@@ -150,8 +151,8 @@ def test_the_fused_merge_is_the_merge(dtype, tokens):
 
 
 def test_a_tile_too_large_for_this_gpu_gives_way(monkeypatch):
-    from oomb.attention.impl.triton import backend as module
     from oomb.attention.impl.triton import configs
+    from oomb.attention.impl.triton import part as module
 
     monkeypatch.setattr(configs, "_remembered", {})
     huge = configs.Tile(128, 128, 8, 5)

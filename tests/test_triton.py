@@ -14,8 +14,9 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
 from oomb.attention.impl.triton import configs  # noqa: E402
-from oomb.attention.impl.triton.backend import Part, TritonBackend  # noqa: E402
+from oomb.attention.impl.triton.backend import TritonBackend  # noqa: E402
 from oomb.attention.impl.triton.configs import KERNELS, Tile, launch_first_that_fits  # noqa: E402
+from oomb.attention.impl.triton.part import Part  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLACK = 1e-6
@@ -71,7 +72,7 @@ def test_pages_of_any_size_lie_anywhere(sizes, tokens):
 @pytest.mark.parametrize("batch", [([100], [[0]]), *BATCHES.values()], ids=["one", *BATCHES])
 def test_gpus_without_a_copy_engine(batch, sizes, dtype, monkeypatch):
     """Ampere and Ada load every tile row by row."""
-    monkeypatch.setattr("oomb.attention.impl.triton.backend.has_copy_engine", lambda _: False)
+    monkeypatch.setattr("oomb.attention.impl.triton.part.has_copy_engine", lambda _: False)
     check(sizes, batch, dtype=dtype, window=None, dim=24)
 
 
@@ -217,7 +218,7 @@ def test_tiles_lie_inside_pages_or_are_gathered(page, expected):
 
 def test_tiles_that_a_page_holds_whole_go_first(monkeypatch):
     offered = [Tile(64, 128, 8, 3), Tile(64, 64, 4, 2)]
-    monkeypatch.setattr("oomb.attention.impl.triton.backend.tiles", lambda *_, **__: list(offered))
+    monkeypatch.setattr("oomb.attention.impl.triton.part.tiles", lambda *_, **__: list(offered))
     assert part(128).candidates("key_grads") == offered
     assert part(64).candidates("key_grads") == offered[::-1]
 

@@ -22,7 +22,7 @@ from oomb.bench.machine import machine_facts
 from oomb.bench.timing import elapsed, mark
 
 if TYPE_CHECKING:
-    from oomb.attention.impl.triton.backend import Part
+    from oomb.attention.impl.triton.part import Part
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 28, 4, 128, 128
 QUERIES, KEYS = 4096, 131072
@@ -134,8 +134,8 @@ class Problem:
 
     def part(self, rung: Rung) -> Part:
         """The keys, to be read as a rung reads them."""
-        from oomb.attention.impl.triton.backend import Part
         from oomb.attention.impl.triton.configs import Tile
+        from oomb.attention.impl.triton.part import Part
 
         class RungPart(Part):
             """Keys read with a given tile."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from oomb.attention.api import LayerCall
 from oomb.attention.impl.triton.backward import (
@@ -16,105 +14,14 @@ from oomb.attention.impl.triton.backward import (
     key_grads_kernel,
     query_grads_kernel,
 )
-from oomb.attention.impl.triton.configs import (
-    Tile,
-    has_copy_engine,
-    launch_first_that_fits,
-    tiles,
-)
+from oomb.attention.impl.triton.configs import Tile, launch_first_that_fits
 from oomb.attention.impl.triton.forward import attend_kernel
+from oomb.attention.impl.triton.part import Part, has_copies, sources
 from oomb.attention.sink import first_lse
 from oomb.chunking import Chunk, Read
 
 Accumulate = Literal["owner", "atomic"]
 DELTA_ROWS = 64
-SMALLEST_DESCRIBED = 32
-"""A page needs this many tokens in a power of two before tiles are cut to fit inside it."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Keys that one launch attends to.
-
-    Attributes:
-        k, v: [B, G, rows, dim]; B is 1 where they lie in pages.
-        grad_k, grad_v: their gradients so far, same layout; None in a forward.
-        page_rows: int32 [pages], the row of each page's first key; None where key j is row j.
-        page: tokens per page, 0 without pages.
-        keys: number of keys.
-        offset: position of the first query minus position of the first key.
-        causal: a query sees no key behind its own position.
-        window: a query sees only keys less than this many positions back; None sees all.
-        lowest: int32 [B, N], the first key that each query may see; None where it is 0.
-        beyond: int32 [B, keys], the first query that each key's document does not hold.
-        copies: whether the GPU has a copy engine that fetches a tile of a page by its descriptor.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    keys: int
-    grad_k: torch.Tensor | None = None
-    grad_v: torch.Tensor | None = None
-    page_rows: torch.Tensor | None = None
-    page: int = 0
-    offset: int = 0
-    causal: bool = False
-    window: int | None = None
-    lowest: torch.Tensor | None = None
-    beyond: torch.Tensor | None = None
-    copies: bool = True
-
-    @property
-    def width(self) -> int:
-        """Head dim, padded to what the matrix units take."""
-        return max(16, triton.next_power_of_2(self.k.shape[3]))
-
-    def fit(self, tile: Tile) -> tuple[int, bool]:
-        """Keys per tile, and whether it is loaded row by row."""
-        if not self.copies:  # a descriptor would become an address per number
-            return tile.keys, True
-        if not self.page:
-            return tile.keys, False
-        inside = self.page & -self.page  # the largest power of two that divides a page
-        if inside >= min(tile.keys, SMALLEST_DESCRIBED):
-            return min(tile.keys, inside), False
-        return tile.keys, True
-
-    def flags(self, keys: int, gather: bool) -> dict[str, object]:
-        """What is compiled into a kernel for this part."""
-        return {
-            "D": self.width,
-            "DIM": self.k.shape[3],
-            "PAGE": self.page,
-            "BN": keys,
-            "GATHER": gather,
-            "CAUSAL": self.causal,
-            "WINDOW": self.window is not None,
-            "DOCUMENTS": self.lowest is not None,
-            "PRECISION": "tf32x3" if self.k.dtype == torch.float32 else "ieee",
-        }
-
-    def key(self, kernel: str) -> tuple:
-        """What the choice of a tile depends on."""
-        return (
-            kernel, self.k.device, self.k.dtype, self.k.shape[3], self.page, self.causal,
-            self.window is None, self.lowest is None,
-        )  # fmt: skip
-
-    def cut(self, kernel: str) -> bool:
-        """Whether a mask cuts many of the tiles that a kernel walks over."""
-        masked = self.window is not None or self.lowest is not None
-        return masked or (self.causal and kernel == "key_grads")
-
-    def candidates(self, kernel: str) -> list[Tile]:
-        """Tiles to try for a kernel."""
-        capability = _capability(self.k.device)
-        cut = self.cut(kernel)
-        return self.by_fit(tiles(kernel, capability, self.k.dtype, self.width, cut=cut))
-
-    def by_fit(self, found: list[Tile]) -> list[Tile]:
-        """The same tiles; those that would shrink to lie inside a page go last."""
-        return sorted(found, key=lambda tile: self.fit(tile)[0] < tile.keys)
 
 
 class TritonBackend:
@@ -198,7 +105,7 @@ class TritonBackend:
         return Part(
             _aligned(k), _aligned(v), k.shape[2], grad_k, grad_v,
             causal=True, window=call.window, lowest=lowest, beyond=beyond,
-            copies=_copies(k),
+            copies=has_copies(k),
         )  # fmt: skip
 
     def _parts(self, call: LayerCall, *, gradients: bool) -> Iterator[tuple[Read, Part]]:
@@ -222,7 +129,7 @@ def _in_pages(call: LayerCall, read: Read) -> Iterator[tuple[Read, Part]]:
     keys = read.last - first
     part = Part(
         pages.k, pages.v, keys, pages.grad_k, pages.grad_v, pages.rows, pages.page_size,
-        offset=keys, window=call.window, copies=_copies(pages.k),
+        offset=keys, window=call.window, copies=has_copies(pages.k),
     )  # fmt: skip
     yield read, part
 
@@ -233,7 +140,7 @@ def _in_segments(call: LayerCall, read: Read, *, gradients: bool) -> Iterator[tu
         part = Part(
             segment.k, segment.v, segment.k.shape[2], segment.grad_k, segment.grad_v,
             offset=read.last - segment.first, window=call.window,
-            copies=_copies(segment.k),
+            copies=has_copies(segment.k),
         )  # fmt: skip
         yield read, part
 
@@ -262,7 +169,7 @@ def forward(
         keys, gather = part.fit(tile)
         grid = (triton.cdiv(tokens, tile.queries), heads, rows)
         attend_kernel[grid](
-            q, *_sources(part.k, part.v, keys, part.width, described=not gather),
+            q, *sources(part.k, part.v, keys, part.width, described=not gather),
             part.page_rows, part.lowest, state, lse, out, lse,
             *q.stride()[:3], *part.k.stride()[:3],
             *(state.stride()[:2] if state is not None else (0, 0)), *out.stride()[:2],
@@ -306,8 +213,8 @@ def backward(
     def key_grads(tile: Tile) -> None:
         keys, gather = part.fit(tile)
         key_grads_kernel[(triton.cdiv(part.keys, keys), part.k.shape[1], rows)](
-            *_sources(q, grad_out, tile.queries, part.width, described=part.copies),
-            *_sources(part.k, part.v, keys, part.width, described=not gather),
+            *sources(q, grad_out, tile.queries, part.width, described=part.copies),
+            *sources(part.k, part.v, keys, part.width, described=not gather),
             part.page_rows, part.lowest, part.beyond, lse, delta, part.grad_k, part.grad_v,
             *q.stride()[:3], *grad_out.stride()[:3], *part.k.stride()[:3],
             *part.grad_k.stride()[:3], *lse.stride()[:2],
@@ -319,7 +226,7 @@ def backward(
     def query_grads(tile: Tile) -> None:
         keys, gather = part.fit(tile)
         query_grads_kernel[(triton.cdiv(tokens, tile.queries), heads, rows)](
-            q, grad_out, *_sources(part.k, part.v, keys, part.width, described=not gather),
+            q, grad_out, *sources(part.k, part.v, keys, part.width, described=not gather),
             part.page_rows, part.lowest, lse, delta, state, grad_q, part.grad_k, part.grad_v,
             *q.stride()[:3], *grad_out.stride()[:3], *part.k.stride()[:3],
             *part.grad_k.stride()[1:3],
@@ -345,28 +252,6 @@ def row_dots(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
         H=heads, BM=DELTA_ROWS, D=triton.next_power_of_2(dim), DIM=dim,
     )  # fmt: skip
     return delta
-
-
-def _sources(x: torch.Tensor, y: torch.Tensor, rows: int, width: int, *, described: bool) -> tuple:
-    """Two tensors as a kernel takes them: two descriptors of tiles [rows, width], or pointers."""
-    if not described:
-        return None, None, x, y
-    block = [1, 1, rows, width]
-    return _descriptor(x, block), _descriptor(y, block), None, None
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def _copies(x: torch.Tensor) -> bool:
-    return has_copy_engine(_capability(x.device))
-
-
-def _descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    # A dimension of size 1 may have any stride, which a descriptor would not take.
-    strides = [s if n > 1 else x.shape[3] for s, n in zip(x.stride(), x.shape, strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block)
 
 
 def _bhn(x: torch.Tensor | None) -> tuple[int, int, int]:

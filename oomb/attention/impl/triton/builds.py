@@ -73,8 +73,8 @@ def sample(seed: int) -> list[Build]:
 
 def compile_build(build: Build) -> dict[str, Any]:
     """Compile until a tile fits; returns tile, shared memory, registers and spilled bytes."""
-    from oomb.attention.impl.triton.backend import Part
     from oomb.attention.impl.triton.configs import has_copy_engine, tiles
+    from oomb.attention.impl.triton.part import Part
 
     k = torch.empty(1, 4, 4096, build.head_dim, dtype=DTYPES[build.dtype], device="meta")
     marks = {"window": 4096} if "window" in build.mask else {}
