@@ -3,6 +3,20 @@
 The file is a zip of `header.json` (format version, names behind the numbers, what made it) and one
 `events/<column>.npy` per column, little-endian, one row per event. Readers ignore columns they do
 not know; the later columns, where the header does not name them, are filled with -1.
+
+`header.json` holds `format` (1), `events` (rows), `columns` (names), `kinds` and `phases` (words
+that the columns of those names count through, from 0), `source` (`cuda` or `cpu`), `clock`
+(`device` or `host`), `torch` (version) and `notes` (anything). The columns, -1 where there is none:
+
+- `t_ns`, `dur_ns` (int64): begin and length in nanoseconds, as of `time.perf_counter_ns`.
+- `step` (int32), `phase` (int8), `chunk`, `layer` (int32): where it belongs.
+- `kind` (int8), `backward` (int8, 0 or 1): what it is, and whether it is part of a backward.
+- `enqueue_ns` (int64): when the host launched it.
+- `number` (int64): no other event of the step has it.
+- `nbytes` (int64): moved by a copy. `waits_on` (int64): number of the copy that a wait waited for.
+
+Rows come in the order of the events' ends. All kinds but copies share one track, on which spans
+nest and never cross: phase, chunk, layer, then projection (around attention) and mlp.
 """
 
 from __future__ import annotations
