@@ -339,7 +339,7 @@ def test_keys_zoom_and_pan(drive):
 def test_arrows_walk_through_spans_and_lanes(drive):
     page = drive(synthetic(waits={("sweep", 2, 1): 6 * MS}))
     press(page, "ArrowRight")
-    assert sentence(page).startswith("Projection, fill, chunk 0, layer 0: 300 µs, from 0 ns.")
+    assert sentence(page).startswith("Projection, fill, chunk 0, layer 0: 300 µs, from 0 µs.")
     press(page, "ArrowRight")
     assert sentence(page).startswith("Attention, fill, chunk 0, layer 0: ")
     press(page, "ArrowLeft")

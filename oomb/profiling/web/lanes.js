@@ -210,7 +210,7 @@ export const CAUSES = {
   "slot busy": "its slot was still in use: the ring is too shallow",
   "link busy": "the copies before it had not ended: the bus is too slow",
   "slow copy": "the copy itself ran far slower than the others",
-  unknown: "the recording does not say why",
+  unknown: "the recording does not say when the host launched it",
 };
 
 /** How far the host was ahead of the GPU, at the start of each stage. */

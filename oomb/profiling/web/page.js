@@ -1,7 +1,7 @@
 // The parts of the page around the canvas: header, figures, legend, table, help.
 
 import { familyNames, placeOf, tableOf } from "./lanes.js";
-import { count, duration, percent, rate, size } from "./words.js";
+import { count, duration, moment, percent, rate, size } from "./words.js";
 
 /** An element with attributes and children; texts are texts, never markup. */
 export function make(tag, attributes = {}, ...children) {
@@ -83,7 +83,7 @@ export function tableElement(lanes, encoding, from, to, brushed) {
     make("td", { class: line.waited ? "wait" : "" }, line.waited ? duration(line.waited) : ""));
   const whole = lanes.step === null ? "The whole recording" : "The whole step";
   const caption = brushed
-    ? `Selected: ${duration(to - from)}, from ${duration(from)} to ${duration(to)}. Esc selects all.`
+    ? `Selected: ${duration(to - from)}, from ${moment(from, to - from)} to ${moment(to, to - from)}. Esc selects all.`
     : `${whole}. Drag over the lanes to select a part.`;
   return make("table", {}, make("caption", {}, caption),
     make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),

@@ -1,12 +1,13 @@
 // A recording's timeline: who computes, what is copied, and who waits for whom.
 
 import ENCODING from "./encoding.json" with { type: "json" };
-import { CAUSES, RED, placeOf, readLanes, stepsOf } from "./lanes.js";
+import { RED, placeOf, readLanes, stepsOf } from "./lanes.js";
 import { fromArrays, readRecording } from "./npy.js";
 import { headlineOf, helpElement, legendOf, make, stageName, tableElement } from "./page.js";
 import { GUTTER, Painter, layout, plotWidth, themeOf } from "./paint.js";
+import { causeWords, description, summary } from "./sentences.js";
 import { STYLE } from "./style.js";
-import { duration, percent, size } from "./words.js";
+import { duration, rate, size } from "./words.js";
 
 const LANES = ["compute", "copy_in", "copy_out"];
 const NARROWEST_NS = 1000;
@@ -68,7 +69,7 @@ class Timeline {
     this.figures.replaceChildren(headlineOf(this.lanes));
     this.legend.replaceChildren(legendOf(this.lanes, ENCODING));
     this.nextWait.disabled = !this.lanes.waits.length;
-    const sentence = this._summary();
+    const sentence = summary(this.lanes);
     this.canvas.setAttribute("aria-label", `Timeline. ${sentence}`);
     this._say(sentence);
     this._fillTable();
@@ -202,7 +203,7 @@ class Timeline {
       this.moveTo({ from: middle - half, to: middle + half });
     }
     this.worst = this.lanes.waits.findIndex((wait) => wait.row === row);
-    this._say(this._describe(row));
+    this._say(description(this.lanes, row));
     const { header, columns } = this.recording;
     const known = (value) => (value === -1 ? null : value);
     this.options.onCursor?.({
@@ -221,7 +222,7 @@ class Timeline {
     this.moveTo({ from: middle - room, to: middle + room });
     this.select("compute", lanes.compute.at(middle));
     this.worst = next;
-    this._say(this._describe(wait.row));
+    this._say(description(this.lanes, wait.row));
   }
 
   _walk(by) {
@@ -248,38 +249,6 @@ class Timeline {
     this.sentence.textContent = text;
   }
 
-  _summary() {
-    const { figures, step } = this.lanes, { length, busy, waiting, worst, hidden } = figures;
-    if (!this.lanes.rows.length) return "This recording has no events.";
-    const took = `${step === null ? "All steps" : `Step ${step}`} took ${duration(length)}; compute was busy ${percent(busy)} of it.`;
-    if (hidden === null) return `${took} Nothing was copied.`;
-    if (!worst) return `${took} No kernel waited for a copy.`;
-    return `${took} Kernels waited ${duration(waiting)} for copies. The worst wait: ${this._waitWords(worst)}`;
-  }
-
-  _waitWords(wait) {
-    const copy = wait.copy < 0 ? "" : ` for ${this._copyWords(wait.copy)}; ${CAUSES[wait.cause]} (${wait.cause})`;
-    return `${duration(wait.ns)} in ${placeOf(this.recording, wait.row)}${copy}.`;
-  }
-
-  _copyWords(row) {
-    const { columns } = this.recording, bytes = columns.nbytes?.[row] ?? -1;
-    const way = ENCODING.labels[this.lanes.kindAt(row)];
-    return `a copy from ${way}${bytes > 0 ? ` of ${size(bytes)}` : ""}`;
-  }
-
-  _describe(row) {
-    const { waits } = this.lanes, at = waits.findIndex((wait) => wait.row === row);
-    if (at >= 0) return `Wait ${at + 1} of ${waits.length}: ${this._waitWords(waits[at])}`;
-    const { columns } = this.recording, kind = this.lanes.kindAt(row);
-    const name = kind.startsWith("copy") ? this._copyWords(row).replace("a copy", "Copy") : upper(kind);
-    const back = columns.backward[row] ? ", backward" : "";
-    const start = columns.t_ns[row] - this.lanes.origin;
-    const after = waits.filter((wait) => wait.copy === row).reduce((sum, wait) => sum + wait.ns, 0);
-    const waited = !kind.startsWith("copy") ? "" : after ? ` Kernels waited ${duration(after)} for it.` : " No kernel waited for it.";
-    return `${name}${back}, ${placeOf(this.recording, row)}: ${duration(columns.dur_ns[row])}, from ${duration(start)}.${waited}`;
-  }
-
   // -- keys, wheel and pointer
 
   _key(event) {
@@ -303,7 +272,7 @@ class Timeline {
     this.state.brush = this.state.selected = null;
     this.worst = -1;
     if (brushed) this._fillTable();
-    this._say(this._summary());
+    this._say(summary(this.lanes));
     this._paintSoon();
   }
 
@@ -388,7 +357,7 @@ class Timeline {
     const waits = this.lanes.waits.filter((wait) => wait.end > from && wait.start < to);
     const waited = waits.reduce((sum, wait) => sum + Math.min(wait.end, to) - Math.max(wait.start, from), 0);
     const lost = waits.length ? `kernels waited ${duration(waited)} in it, the longest in ${placeOf(this.recording, waits[0].row)}` : "nothing waited in it";
-    this._say(`Selected ${duration(to - from)}, from ${duration(from)} to ${duration(to)}: ${lost}.`);
+    this._say(`Selected ${duration(to - from)}: ${lost}.`);
   }
 
   /** Selects what is under the pointer; whether there was anything. */
@@ -420,12 +389,12 @@ class Timeline {
     const lines = [make("b", {}, `${stageName(kind)}${columns.backward[row] ? ", backward" : ""}: ${duration(columns.dur_ns[row])}`),
       make("span", { class: "place" }, placeOf(this.recording, row))];
     if (columns.nbytes?.[row] > 0) {
-      const bytes = columns.nbytes[row], speed = (bytes / columns.dur_ns[row]).toFixed(1);
-      lines.push(make("span", { class: "place" }, `${size(bytes)} at ${speed} GB/s`));
+      const bytes = columns.nbytes[row], speed = rate(bytes, columns.dur_ns[row]);
+      lines.push(make("span", { class: "place" }, `${size(bytes)} at ${speed}`));
     }
     if (wait) {
-      const why = wait.copy < 0 ? "" : `: ${CAUSES[wait.cause]} (${wait.cause})`;
-      lines.push(make("span", { class: "wait" }, `${duration(wait.ns)} of waiting${why}`));
+      const long = kind === "wait" ? "" : `${duration(wait.ns)} of waiting: `;
+      lines.push(make("span", { class: "wait" }, long + causeWords(wait)));
     }
     const thin = this.painter.thin[found.lane], x = Math.floor(this.painter.x(this._time(event)));
     if (thin.thin[x]) lines.push(make("span", { class: "note" }, `one of ${thin.spans[x]} spans in this pixel`));
@@ -454,8 +423,4 @@ class Timeline {
 
 function clamp(x, { from, to }) {
   return Math.min(Math.max(x, from), to);
-}
-
-function upper(text) {
-  return text[0].toUpperCase() + text.slice(1);
 }
