@@ -249,3 +249,13 @@ def test_pickles_are_never_loaded(saved, tmp_path):
     bomb = array(np.array([Bomb()] * count, dtype=object), allow_pickle=True)
     with pytest.raises(ValueError):
         load_recording(rewrite(saved, tmp_path / "bomb.oomb", events__layer=bomb))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_copies_on_a_cpu_are_called_simulated(offloaded):
+    recorder, offload = Recorder(), oomb.OffloadConfig() if offloaded else None
+    config = oomb.EngineConfig(chunk_size=8, page_size=4, recorder=recorder, offload=offload)
+    with oomb.Engine(tiny_model("llama", torch.float32), config) as engine:
+        engine.step(torch.arange(3, 31)[None])
+    assert recorder.recording().header["source"] == ("simulated" if offloaded else "cpu")

@@ -19,6 +19,7 @@ from synthetic_recording import MS, T0, synthetic
 
 import oomb
 from oomb.profiling import Recorder, load_recording
+from oomb.profiling.event import KINDS
 from oomb.profiling.export import write_html
 from oomb.profiling.recording import NONE
 from oomb.profiling.web import module_source
@@ -278,6 +279,17 @@ def test_steps_are_shown_one_by_one_or_together(show):
     page.get_by_label("step", exact=True).select_option("")
     assert float(figures(page)["length"][0]) == pytest.approx(1 + step_seconds(second))
     assert float(figures(page)["hidden"][0]) == pytest.approx(both.hidden_share)
+
+
+def test_waits_that_outlast_the_copies_leave_nothing_hidden(show):
+    recording = synthetic(waits={("sweep", 1, 0): 3 * MS})
+    copies = np.isin(recording.columns["kind"], [KINDS.index("copy_in"), KINDS.index("copy_out")])
+    recording.columns["dur_ns"][copies] //= 1000
+    page = show(recording)
+    value, shown = figures(page)["hidden"]
+    assert float(value) == pytest.approx(recording.hidden_share)
+    assert float(value) < 0
+    assert shown == "none"
 
 
 @pytest.mark.parametrize("empty", ["no events", "no copies"])

@@ -5,8 +5,9 @@ The file is a zip of `header.json` (format version, names behind the numbers, wh
 not know; the later columns, where the header does not name them, are filled with -1.
 
 `header.json` holds `format` (1), `events` (rows), `columns` (names), `kinds` and `phases` (words
-that the columns of those names count through, from 0), `source` (`cuda` or `cpu`), `clock`
-(`device` or `host`), `torch` (version) and `notes` (anything). The columns, -1 where there is none:
+that the columns of those names count through, from 0), `source` (`cuda`, `cpu`, or `simulated`
+where a CPU stood in for both tiers), `clock` (`device` or `host`), `torch` (version) and `notes`
+(anything). The columns, -1 where there is none:
 
 - `t_ns`, `dur_ns` (int64): begin and length in nanoseconds, as of `time.perf_counter_ns`.
 - `step` (int32), `phase` (int8), `chunk`, `layer` (int32): where it belongs.
@@ -77,7 +78,7 @@ class Recorder:
         """What was recorded so far, as `load_recording` would read it back."""
         header = {
             "format": FORMAT_VERSION,
-            "source": "cuda" if torch.cuda.is_initialized() else "cpu",
+            "source": self._source(),
             "clock": "device" if torch.cuda.is_initialized() else "host",
             "kinds": list(KINDS),
             "phases": list(PHASES),
@@ -87,6 +88,12 @@ class Recorder:
             "notes": self.notes,
         }
         return Recording(header, self._columns())
+
+    def _source(self) -> str:
+        if torch.cuda.is_initialized():
+            return "cuda"
+        copied = any(event.kind in ("copy_in", "copy_out") for event in self.events)
+        return "simulated" if copied else "cpu"  # a CPU has nowhere to copy pages to
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the recording. The file appears whole or not at all.

@@ -23,12 +23,13 @@ function figure(name, title, value, text, note = "", look = "") {
 export function headlineOf(lanes) {
   const { length, busy, moved, copying, hidden, waiting, worst } = lanes.figures;
   const what = lanes.step === null ? "recording" : "step";
-  const none = hidden === null;
+  const none = hidden === null, late = !none && hidden <= 0; // waits outlast copies that began late
   return make("dl", { class: "figures" },
     figure("length", `${what} time`, length / 1e9, duration(length)),
     figure("busy", "compute busy", busy, percent(busy), `of the ${what}`),
     figure("moved", "bytes moved", moved, none ? "none" : size(moved), none ? "no copies" : `at ${rate(moved, copying)}`),
-    figure("hidden", "copying hidden", hidden ?? "", none ? "–" : percent(hidden), none ? "" : "behind compute"),
+    figure("hidden", "copying hidden", hidden ?? "", none ? "–" : late ? "none" : percent(hidden),
+      none ? "" : late ? "waits outlast the copies" : "behind compute", late ? "wait" : ""),
     figure("waiting", "waiting for copies", waiting / 1e9, waiting ? duration(waiting) : "none",
       waiting ? `${percent(waiting / length)} of the ${what}` : "", waiting ? "wait" : ""),
     figure("worst", "worst wait", worst ? worst.ns / 1e9 : 0, worst ? duration(worst.ns) : "none",
