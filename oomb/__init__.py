@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oomb import profiling
-    from oomb.config import EngineConfig, OffloadConfig
+    from oomb.config import EngineConfig, OffloadConfig, SparseConfig
     from oomb.engine import Engine
     from oomb.profiling import load_recording
     from oomb.results import ChunkState, StepResult
@@ -19,6 +19,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "OffloadConfig",
+    "SparseConfig",
     "StepResult",
     "load_recording",
     "profiling",
@@ -29,6 +30,7 @@ _HOMES = {
     "Engine": "oomb.engine",
     "EngineConfig": "oomb.config",
     "OffloadConfig": "oomb.config",
+    "SparseConfig": "oomb.config",
     "StepResult": "oomb.results",
     "load_recording": "oomb.profiling",
 }

@@ -139,6 +139,8 @@ class EngineConfig:
             token as a hidden state, for every layer, until the token's chunk is swept.
         offload: where pages live that the GPU has no room for; None keeps all on the model's
             device. On a CPU the second tier is simulated.
+        sparse: layers that are not local by design read only pages of history that each query page
+            chooses; None reads all. An approximation, which the gradients are those of.
         fused_kernels: `auto` computes cross entropy, and where liger-kernel is installed RMSNorm,
             SwiGLU and RoPE, by fused kernels on CUDA; each only if it proved as exact as the
             model's own code when the engine was attached (`Engine.fused_kernels` tells). `off`
@@ -180,6 +182,7 @@ class EngineConfig:
     live_chunks: int = 1
     keep_fill_outputs: bool = False
     offload: OffloadConfig | None = None
+    sparse: SparseConfig | None = None
     fused_kernels: FusedKernels = "auto"
     grad_dtype: torch.dtype = torch.float32
     page_dtype: PageDtype | None = None
@@ -219,10 +222,32 @@ class EngineConfig:
             raise TypeError(
                 f"offload must be an oomb.OffloadConfig or None, got {type(self.offload).__name__}"
             )
+        if self.sparse is not None:
+            self._check_sparse()
         if self.recorder is not None and not callable(getattr(self.recorder, "on_event", None)):
             raise TypeError(
                 f"recorder must have a method on_event(event), got {type(self.recorder).__name__}"
             )
+
+    def _check_sparse(self) -> None:
+        if not isinstance(self.sparse, SparseConfig):
+            raise TypeError(
+                f"sparse must be an oomb.SparseConfig or None, got {type(self.sparse).__name__}"
+            )
+        for given, instead, unsupported in (
+            (f"offload={self.offload}", "offload=None", self.offload is not None),
+            (f"page_dtype={self.page_dtype!r}", "page_dtype=None", self.page_dtype is not None),
+            (
+                "page_grad_rounding='stochastic'",
+                "page_grad_rounding='nearest'",
+                self.rounds_stochastically,
+            ),
+        ):
+            if unsupported:
+                raise ValueError(
+                    f"sparse attention takes pages from where they were written, and does not work "
+                    f"with {given} yet; use {instead} or sparse=None"
+                )
 
     @property
     def rounds_stochastically(self) -> bool:

@@ -71,6 +71,7 @@ class Engine:
             self._fused_head(),
         )
         self._signature = _signature(self._model.whole)
+        self._refuse_nothing_to_choose()
         self._backend = self._choose_backend()
         self._closed = False
         self._steps = 0
@@ -387,7 +388,7 @@ class Engine:
         )
 
     def _attention(self, batch: Batch) -> list[LayerAttention]:
-        """Window and backend of each layer; a window longer than every row is none."""
+        """How each layer attends to a batch; a window longer than every row is none."""
         longest = max(batch.lengths)
         windows = [
             layer.window if layer.window is not None and layer.window < longest else None
@@ -396,7 +397,18 @@ class Engine:
         documents = len(set(batch.lengths)) > 1 or any(len(each) > 1 for each in batch.documents)
         dense = self._choose_backend(documents=True) if documents else self._backend
         windowed = self._choose_backend(windows=True) if any(windows) else dense
-        return [LayerAttention(w, windowed if w else dense) for w in windows]
+        sparse = self.config.sparse is not None
+        return [
+            LayerAttention(w, windowed if w else dense, sparse and layer.window is None)
+            for w, layer in zip(windows, self._facts.layers, strict=True)
+        ]
+
+    def _refuse_nothing_to_choose(self) -> None:
+        if self.config.sparse is not None and all(each.window for each in self._facts.layers):
+            raise ValueError(
+                f"sparse must be None for {type(self._model.whole).__name__}, whose layers are all "
+                "local by design: they read a sliding window, and choose no pages"
+            )
 
     def _choose_backend(self, *, windows: bool = False, documents: bool = False) -> Backend:
         shapes = [layer.shape for layer in self._facts.layers]
@@ -408,6 +420,7 @@ class Engine:
             deterministic=self.config.deterministic,
             windows=windows,
             documents=documents,
+            sparse=self.config.sparse is not None and not windows,
             accumulate=self.config.accumulate,
         )
 
@@ -437,6 +450,7 @@ class Engine:
             segment_pages=2,
             page_dtype=None,  # rounding depends on where pages are cut
             offload=None,
+            sparse=None,  # the whole run reads all
             recorder=None,
         )
         batch = check_batch(

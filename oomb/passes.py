@@ -44,14 +44,22 @@ from oomb.profiling.stage import halting_stage, stage
 from oomb.profiling.timeline import Timeline
 from oomb.randomness import RandomState
 from oomb.results import ChunkState, Phase
+from oomb.sparse import Selector
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """A layer's sliding window in tokens, None where no row is longer, and its backend."""
+    """How a layer attends to a batch.
+
+    Attributes:
+        window: its sliding window in tokens, None where no row is longer.
+        backend: what computes it.
+        sparse: whether its queries choose the pages of history that they read.
+    """
 
     window: int | None
     backend: Backend
+    sparse: bool = False
 
 
 class Passes:
@@ -101,6 +109,8 @@ class Passes:
             device=self._device,
             step=step,
         )
+        chosen = {n: self._facts.layers[n].shape for n, each in enumerate(attention) if each.sparse}
+        self._selector = Selector(config.sparse, chosen, plan, self._history, self._device)
         router = router_settings(self._model)  # now, since they may change between steps
         self._balance = RouterBalance(router, self._device) if router else None
         head = installed.linear_head
@@ -165,6 +175,7 @@ class Passes:
             targets = self._columns.targets(chunk.start, chunk.stop)
             with stage("loss"):
                 self._loss_sum += self._loss_alone(output.last_hidden_state, ids, targets)
+            self._selector.drop(chunk)
             return output.last_hidden_state
 
     # -- sweep ------------------------------------------------------------------------------------
@@ -183,12 +194,14 @@ class Passes:
             if chunk is self._plan.chunks[-1]:  # it had no fill, and one ordinary forward ends here
                 self._count_experts(chunk, output)
                 self._after_forward = RandomState.capture(self._device)
+                self._selector.all_chosen()
             self._backward(chunk, output, ids)
         for read in chunk.reads:
             self._history.table.add_term(read.row, read.first, read.last)
         for write in chunk.writes:
             self._history.table.release(write.row, write.first)
         self._fill_outputs.drop(chunk)
+        self._selector.drop(chunk)
         self._random.pop()
 
     def _backward(self, chunk: Chunk, output: Any, ids: torch.Tensor) -> None:
@@ -234,6 +247,7 @@ class Passes:
     def __exit__(self, *_: Any) -> None:
         self._live.clear()
         self._fill_outputs.close()
+        self._selector.close()
         self._history.close()
         if self.timeline is not None:
             self.timeline.close()
@@ -250,7 +264,7 @@ class Passes:
 
     def state(self, phase: Phase, chunk: Chunk) -> ChunkState:
         """A picture of the step after a chunk."""
-        alive = self._history.bytes_alive()
+        alive = self._history.bytes_alive() | self._selector.bytes_alive()
         outputs = "host_fill_outputs" if self._outputs_on_host else "fill_outputs"
         alive[outputs] = self._fill_outputs.nbytes
         alive["random_states"] = sum(state.nbytes for state in self._random)
@@ -345,6 +359,7 @@ class Passes:
             history=self._history,
             backend=self._attention[layer].backend,
             sink=keywords.get(SINK),
+            selections=self._selector.choose(self._chunk, layer, q),
         )
         if self._phase == "fill":
             self._write_pages(call, k, v)
@@ -362,6 +377,7 @@ class Passes:
         for write in self._chunk.writes:
             own_k, own_v = (x[write.row, :, write.start : write.stop].detach() for x in (k, v))
             self._history.write(call.layer, write.row, write.first, own_k, own_v)
+        self._selector.pages_written(self._chunk, call.layer)
 
     def _attend_in_fill(
         self, call: LayerCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -47,8 +47,9 @@ class ChunkState:
         num_chunks: chunks in the sequence; the last one has no fill.
         page_table: which pages hold K/V, where, and how many gradient terms each has received.
         bytes_alive: bytes by content: `kv_pages` and `page_gradients` of the pages held now,
-            `fill_outputs` of attention outputs kept for the sweep, `random_states` of the recorded
-            generators; `host_` stands before what is on the host.
+            `page_summaries` and `selections` of sparse attention, `fill_outputs` of attention
+            outputs kept for the sweep, `random_states` of the recorded generators; `host_` stands
+            before what is on the host.
     """
 
     phase: Phase

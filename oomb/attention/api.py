@@ -10,13 +10,14 @@ out [B, N, H, D], normalised, in fp32 (fp64 for fp64 models), and lse [B, H, N],
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from oomb.cache import History
 from oomb.chunking import Chunk
+from oomb.sparse import Selections
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class LayerCall:
         backend: the attention implementation.
         kept: (out, lse) of the same call made before, to be used instead of computing them again.
         sink: [H], a score per head that joins each query's softmax and brings no value, or None.
+        selections: pages that reads have chosen; others see all of their history.
     """
 
     layer: int
@@ -69,6 +71,7 @@ class LayerCall:
     backend: Backend
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     sink: torch.Tensor | None = None
+    selections: Selections = field(default_factory=dict)
 
     def own_page_gradients(
         self, k: torch.Tensor, v: torch.Tensor

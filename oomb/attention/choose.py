@@ -13,6 +13,8 @@ from oomb.attention.impl.triton import obstacle as triton_obstacle
 log = logging.getLogger("oomb")
 BACKENDS = ("auto", "library", "triton", "reference")
 """Names; `auto` tries the others in this order."""
+SPARSE = ("reference",)
+"""Those that can attend to chosen pages."""
 _NAMES = ", ".join(repr(name) for name in BACKENDS)
 
 
@@ -25,6 +27,7 @@ def choose_backend(
     deterministic: bool = False,
     windows: bool = False,
     documents: bool = False,
+    sparse: bool = False,
     accumulate: str = "owner",
 ) -> Backend:
     """The attention backend for a model or a layer, or a refusal that says why.
@@ -37,6 +40,7 @@ def choose_backend(
         deterministic: whether every run must give the same bits.
         windows: whether a sliding window shorter than the sequence must be masked.
         documents: whether rows hold several documents or differ in length.
+        sparse: whether queries read pages of history that they have chosen.
         accumulate: how `triton` adds to page gradients, `owner` or `atomic`; `atomic` is not for
             other backends.
 
@@ -63,6 +67,8 @@ def choose_backend(
     obstacles = {}
     for candidate in BACKENDS[1:] if name == "auto" else (name,):
         obstacle = _obstacle(candidate, **facts, deterministic=deterministic, windows=windows)
+        if sparse and candidate not in SPARSE:
+            obstacle = obstacle or "it has no sparse attention"
         if name == "auto" and candidate == "triton" and device.type != "cuda":
             obstacle = obstacle or "its interpreter is slow, and used only where it is named"
         if name == "auto" and obstacle is None and candidate == "library" and documents:

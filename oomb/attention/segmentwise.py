@@ -1,13 +1,14 @@
 """Attention a segment at a time, for kernels that know one part of the keys.
 
-The own chunk (causal) is merged with every segment of history that some query sees; the backward
-visits the same parts, each with the output and log-sum-exp over all of them.
+The own chunk (causal) is merged with every segment of history that some query sees, or with the
+pages that its query page has chosen; the backward visits the same parts, each with the output and
+log-sum-exp over all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +16,7 @@ from oomb.attention.api import LayerCall, Mask
 from oomb.attention.merge import merge
 from oomb.attention.sink import first_lse, first_part
 from oomb.cache import Segment
-from oomb.chunking import Chunk, Read
+from oomb.chunking import Read
 
 
 class Segmentwise:
@@ -47,7 +48,7 @@ class Segmentwise:
         """See `oomb.attention.attend`."""
         wide = torch.promote_types(q.dtype, torch.float32)
         parts = []
-        for span in _spans(call.chunk):
+        for span in _spans(call):
             q_here, count = q[span.rows, :, span.at], _count(call, span)
             part = None if call.sink is None else first_part(call.sink, q_here)
             for number, (mask, source) in enumerate(_sources(call, span, k, v), 1):
@@ -72,7 +73,7 @@ class Segmentwise:
         grad_k, grad_v = call.own_page_gradients(k, v)
         grad_out, out = grad_out.transpose(1, 2), out.transpose(1, 2)
         parts = []
-        for span in _spans(call.chunk):
+        for span in _spans(call):
             grad_here, q_here, out_here, lse_here = (
                 x[span.rows, :, span.at] for x in (grad_out, q, out, lse)
             )
@@ -94,39 +95,60 @@ class Segmentwise:
 
 @dataclass(frozen=True)
 class _Span:
-    """Queries that see the same keys: those of one document in a chunk.
+    """Queries that see the same keys: those of one document in a chunk, or of one query page of it.
 
     Attributes:
         rows, at: which rows and tokens of the chunk; one row where history is read.
-        causal: whether they see themselves.
-        read: the history that they see, or None.
+        own: tokens of the chunk that they see, each up to itself; None where they see none.
+        read: the history that they see whole, or None.
+        chosen: history, and which of its pages they see, int32 [kv heads or 1, K]; or None.
     """
 
     rows: slice
     at: slice
-    causal: bool
-    read: Read | None
+    own: slice | None
+    read: Read | None = None
+    chosen: tuple[Read, torch.Tensor] | None = None
 
 
-def _spans(chunk: Chunk) -> Iterator[_Span]:
-    reads = {(read.row, read.start): read for read in chunk.reads}
-    for own in chunk.own:
+def _spans(call: LayerCall) -> Iterator[_Span]:
+    reads = {(read.row, read.start): read for read in call.chunk.reads}
+    for own in call.chunk.own:
         at = slice(own.start, own.stop)
         here = [reads.pop((row, own.start), None) for row in range(*own.rows)]
         if not any(here):
-            yield _Span(slice(*own.rows), at, True, None)
+            yield _Span(slice(*own.rows), at, at)
             continue
         for row, read in zip(range(*own.rows), here, strict=True):
-            yield _Span(slice(row, row + 1), at, True, read)
+            yield from _by_query_page(call, _Span(slice(row, row + 1), at, at, read))
     for (row, _), read in reads.items():
-        yield _Span(slice(row, row + 1), slice(read.start, read.stop), False, read)
+        at = slice(read.start, read.stop)
+        yield from _by_query_page(call, _Span(slice(row, row + 1), at, None, read))
+
+
+def _by_query_page(call: LayerCall, span: _Span) -> Iterator[_Span]:
+    """A span cut into those whose queries have chosen the same pages; the span itself if none have.
+
+    Tokens of history behind the last complete page could not be chosen: all see them.
+    """
+    read = span.read
+    selection = None if read is None else call.selections.get(read)
+    if read is None or selection is None:
+        yield span
+        return
+    complete = read.first + selection.count * call.history.table.page_size
+    rest = replace(read, first=complete) if complete < read.last else None
+    starts = range(span.at.start, span.at.stop, selection.block)
+    for start, pages in zip(starts, selection.pages.unbind(1), strict=True):
+        at = slice(start, min(start + selection.block, span.at.stop))
+        own = None if span.own is None else slice(span.own.start, at.stop)
+        yield _Span(span.rows, at, own, rest, (read, pages))
 
 
 def _count(call: LayerCall, span: _Span) -> int:
     """How many sources a span has."""
-    if span.read is None:
-        return int(span.causal)
-    return span.causal + len(call.history.table.seen(span.read, call.window))
+    segments = [] if span.read is None else call.history.table.seen(span.read, call.window)
+    return (span.own is not None) + (span.chosen is not None) + len(segments)
 
 
 def _sources(
@@ -141,13 +163,18 @@ def _sources(
 
     A source is there until the next one is asked for.
     """
-    if span.causal:
-        here = (x if x is None else x[span.rows, :, span.at] for x in (k, v, grad_k, grad_v))
-        yield Mask(causal=True, window=call.window), Segment(0, *here)
+    gradients = grad_k is not None
+    if span.own is not None:
+        here = (x if x is None else x[span.rows, :, span.own] for x in (k, v, grad_k, grad_v))
+        offset = span.at.start - span.own.start
+        yield Mask(offset=offset, causal=True, window=call.window), Segment(0, *here)
+    if span.chosen is not None:
+        with call.history.gather(call.layer, *span.chosen, gradients=gradients) as segment:
+            yield Mask(), segment
     if span.read is not None:
-        gradients = grad_k is not None
+        first = span.read.last + span.at.start - span.read.start  # position of the first query
         for segment in call.history.seen(call.layer, span.read, call.window, gradients=gradients):
-            yield Mask(offset=span.read.last - segment.first, window=call.window), segment
+            yield Mask(offset=first - segment.first, window=call.window), segment
 
 
 def _assemble(

@@ -311,6 +311,36 @@ class History:
         grads = (None, None) if self._grads is None else self._grads.all_tokens(layer)
         return Pages(*self._kv.all_tokens(layer), *grads, rows, size)
 
+    @contextmanager
+    def gather(
+        self, layer: int, read: Read, pages: torch.Tensor, *, gradients: bool = False
+    ) -> Iterator[Segment]:
+        """Chosen pages of a read, side by side in one segment that is there inside the block.
+
+        Args:
+            layer: layer number.
+            read: the history they are chosen from.
+            pages: int32 [kv heads or 1, K], complete pages counted from the read's first; no head
+                has one twice.
+            gradients: whether page gradients are wanted too; what they have become when the block
+                ends is stored.
+
+        Yields:
+            The segment, of K pages for each head.
+        """
+        assert self.resident, "chosen pages are gathered from where they were written"
+        found = self.pages(layer, read.row, read.first, read.last)
+        tokens = torch.arange(found.page_size, device=self._device)
+        rows = (found.rows[pages.long()].long()[..., None] + tokens).flatten(1)
+        _, heads, _, dim = found.k.shape
+        index = rows[None, :, :, None].expand(1, heads, -1, dim)
+        there = (found.grad_k, found.grad_v) if gradients else ()
+        grads = [each.gather(2, index) for each in there]
+        k, v = (each.gather(2, index) for each in (found.k, found.v))
+        yield Segment(read.first, k, v, *(grads or (None, None)))
+        for each, grown in zip(there, grads, strict=True):
+            each.scatter_(2, index, grown)
+
     def _rows_on_device(self) -> torch.Tensor:
         """int32 [rows, pages], copied again only after slots have changed hands."""
         version = self.table.version

@@ -5,11 +5,14 @@ from its having been chosen.
 """
 
 from oomb.sparse.selection import Selection, select_pages
+from oomb.sparse.selector import Selections, Selector
 from oomb.sparse.summary import asked, summarise, summary_width
 from oomb.sparse.votes import page_votes, top_pages
 
 __all__ = [
     "Selection",
+    "Selections",
+    "Selector",
     "asked",
     "page_votes",
     "select_pages",
