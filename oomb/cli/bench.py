@@ -58,7 +58,6 @@ def bench_attention(
     from oomb.bench.attention.options import AttentionOptions, check
     from oomb.bench.attention.run import failed, run
     from oomb.bench.console import make_console
-    from oomb.demo.report import without_infinities
 
     with refusals():
         settings = check(
@@ -71,7 +70,7 @@ def bench_attention(
         )  # fmt: skip
         report = run(settings, command_line(), make_console())
         if out is not None:
-            write_json(out, without_infinities(report))
+            write_json(out, report)
     if failed(report):
         raise typer.Exit(1)
 
@@ -128,7 +127,6 @@ def bench_step(
     from oomb.bench.console import make_console
     from oomb.bench.step.options import StepOptions, check
     from oomb.bench.step.run import broken, disagree, run
-    from oomb.demo.report import without_infinities
 
     with refusals():
         settings = check(
@@ -145,7 +143,7 @@ def bench_step(
         )  # fmt: skip
         report = run(settings, peer, command_line(), make_console())
         if out is not None:
-            write_json(out, without_infinities(report))
+            write_json(out, report)
     if disagree(report) or broken(report):
         raise typer.Exit(1)
 
@@ -183,7 +181,6 @@ def bench_offload(
     from oomb.bench.console import make_console
     from oomb.bench.offload import failed, run
     from oomb.bench.step.options import StepOptions, check
-    from oomb.demo.report import without_infinities
 
     with refusals():
         settings = check(
@@ -198,7 +195,7 @@ def bench_offload(
         )  # fmt: skip
         report = run(settings, resident, command_line(), make_console())
         if out is not None:
-            write_json(out, without_infinities(report))
+            write_json(out, report)
     if failed(report):
         raise typer.Exit(1)
 
@@ -219,10 +216,9 @@ def bench_pages(
     """
     from oomb.bench.console import make_console
     from oomb.bench.pages import check, run
-    from oomb.demo.report import without_infinities
 
     with refusals():
         settings = check(context, chunks, page, device, out)
         report = run(settings, command_line(), make_console())
         if out is not None:
-            write_json(out, without_infinities(report))
+            write_json(out, report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from oomb.whole_file import whole_file
 
 KeepFillOutputs = Annotated[
     bool, typer.Option(help="Keep the fill's attention outputs for the sweep.")
@@ -50,10 +51,9 @@ def refusals() -> Iterator[None]:
 
 
 def write_json(path: Path, figures: dict) -> None:
-    """Write `figures`; the file appears whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    """Write `figures`, infinities as null; the file appears whole or not at all."""
+    from oomb.demo.report import without_infinities
+
+    text = json.dumps(without_infinities(figures), indent=1, allow_nan=False) + "\n"
+    with whole_file(path) as part:
+        part.write_text(text)

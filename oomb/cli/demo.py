@@ -40,7 +40,7 @@ def demo(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Imported here, so that --help and --version do not wait for PyTorch and transformers.
     from oomb.demo.inputs import DemoOptions, load
-    from oomb.demo.report import Progress, show_figures, show_inputs, without_infinities
+    from oomb.demo.report import Progress, show_figures, show_inputs
     from oomb.demo.run import run
 
     console = Console(highlight=False)
@@ -55,7 +55,7 @@ def demo(
         with Progress(console) as progress:
             figures = run(inputs, progress)
         if json is not None:
-            write_json(json, without_infinities(figures))
+            write_json(json, figures)
     show_figures(figures, console)
     if not figures["gradients"]["within_limit"]:
         raise typer.Exit(1)

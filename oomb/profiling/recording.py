@@ -28,12 +28,13 @@ import os
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from oomb.profiling.event import KINDS, Event
+from oomb.whole_file import whole_file
 
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
@@ -109,18 +110,8 @@ class Recorder:
             TypeError: `notes` holds what JSON cannot.
         """
         path, recording = Path(path), self.recording()
-        text = json.dumps(recording.header, indent=1)
-        part = path.with_name(path.name + ".part")
-        try:
-            with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
-                archive.writestr("header.json", text)
-                for name, column in recording.columns.items():
-                    buffer = io.BytesIO()
-                    np.save(buffer, column, allow_pickle=False)
-                    archive.writestr(f"events/{name}.npy", buffer.getvalue())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with whole_file(path) as part:
+            recording.write(part)
         return path
 
     def _columns(self) -> dict[str, np.ndarray]:
@@ -158,6 +149,25 @@ class Recording:
 
     def __len__(self) -> int:
         return len(self.columns["t_ns"])
+
+    def write(self, file: str | os.PathLike | BinaryIO) -> None:
+        """Write it as a `run.oomb`, into a path or an open file.
+
+        Args:
+            file: what to write to.
+
+        Raises:
+            OSError: it cannot be written.
+            TypeError: the header's notes hold what JSON cannot.
+        """
+        header = {**self.header, "events": len(self), "columns": [*self.columns]}
+        text = json.dumps(header, indent=1)
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("header.json", text)
+            for name, column in self.columns.items():
+                buffer = io.BytesIO()
+                np.save(buffer, column, allow_pickle=False)
+                archive.writestr(f"events/{name}.npy", buffer.getvalue())
 
     def seconds(self, kind: str, phase: str | None = None) -> float:
         """Total seconds of one kind of stage, in one phase or in all.

@@ -7,13 +7,11 @@ import html
 import io
 import json
 import os
-import zipfile
 from pathlib import Path
-
-import numpy as np
 
 from oomb.profiling.recording import Recording
 from oomb.profiling.web import module_source
+from oomb.whole_file import whole_file
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -69,12 +67,8 @@ def write_html(recording: Recording, path: str | os.PathLike, title: str | None 
         module=module_source(),
         options=json.dumps(options).replace("</", "<\\/"),
     )
-    part = path.with_name(path.name + ".part")
-    try:
+    with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
     return path
 
 
@@ -93,11 +87,5 @@ def _title(recording: Recording) -> str:
 def _packed(recording: Recording) -> bytes:
     """The recording as the bytes of a `run.oomb`."""
     packed = io.BytesIO()
-    header = {**recording.header, "events": len(recording), "columns": [*recording.columns]}
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("header.json", json.dumps(header))
-        for name, column in recording.columns.items():
-            buffer = io.BytesIO()
-            np.save(buffer, column, allow_pickle=False)
-            archive.writestr(f"events/{name}.npy", buffer.getvalue())
+    recording.write(packed)
     return packed.getvalue()
