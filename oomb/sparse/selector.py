@@ -27,8 +27,7 @@ class Selector:
 
     Args:
         config: how to choose; None where attention is dense: every method is a no-op then.
-        layers: what the pages of each layer that chooses hold, by layer number; none where config
-            is None.
+        layers: what the pages of each layer that chooses hold, by layer number.
         plan: the step's chunks.
         history: its pages.
         device: of the model.
@@ -44,7 +43,7 @@ class Selector:
     ) -> None:
         self._config = config
         self._page_size = history.table.page_size
-        self._layers = layers
+        self._layers = layers if config is not None else {}
         kind = config.summary if config is not None else "mean"
         self._summaries = SummaryStore(self._layers, plan.pages_per_row, kind, history, device)
         self._chosen: dict[int, dict[int, Selections]] = {}  # by chunk and layer
